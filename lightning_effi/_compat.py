@@ -1,0 +1,293 @@
+"""Every private name of torch and Lightning that the package relies on, behind a function of our own.
+
+Checked with torch 2.13 and 2.14 and Lightning 2.6. ``tests/test_compat.py`` exercises each function, so that a
+release that changes one of them fails there, with the name, and not in the middle of somebody's run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from torch import Tensor, nn
+
+__all__ = ["MultiProcessingLauncher"]  # starts processes by fork or spawn and brings rank 0's results back
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+    from lightning.pytorch.strategies.launchers.launcher import _Launcher
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+# --------------------------------------------------------------------------------------------------------------------
+# torch: process groups and meshes
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis named ``name`` over all ranks of ``mesh`` (``DeviceMesh._flatten``, torch 2.13-2.14)."""
+    return mesh._flatten(name)
+
+
+def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> None:
+    """Send rank ``src``'s values of ``tensors`` to all ranks of ``group``, in buckets of 250 MB.
+
+    ``dist._broadcast_coalesced`` is what DistributedDataParallel uses to make replicas equal; ``src`` is the rank
+    inside the group.
+    """
+    import torch.distributed as dist
+
+    dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, src)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# torch: FSDP2. A "group" below is a torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.
+
+
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """All FSDP2 parameter groups below ``module``, in ``modules()`` order, each once."""
+    from torch.distributed.fsdp import FSDPModule
+
+    groups: dict[int, Any] = {}
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            for group in submodule._get_fsdp_state()._fsdp_param_groups:
+                groups[id(group)] = group
+    return list(groups.values())
+
+
+def fsdp_initialize(root: nn.Module) -> None:
+    """Make ``root`` the FSDP2 root now, instead of whichever module happens to run first."""
+    root._get_fsdp_state()._lazy_init()  # type: ignore[operator, union-attr]
+
+
+def fsdp_override(group: Any, method: str, replacement: Callable[..., Any]) -> None:
+    """Shadow a method of one FSDP2 parameter group; the class stays as it is."""
+    getattr(type(group), method)  # fails by name if torch renamed it
+    setattr(group, method, replacement)
+
+
+def fsdp_params(group: Any) -> list[Any]:
+    """The ``FSDPParam`` of each parameter in the group."""
+    return list(group.fsdp_params)
+
+
+def fsdp_sharded_param(param: Any) -> nn.Parameter:
+    """The DTensor parameter that the optimizer sees."""
+    return param.sharded_param
+
+
+def fsdp_unsharded_param(param: Any) -> nn.Parameter | None:
+    """The full parameter that the forward uses; ``None`` before the first all-gather."""
+    return getattr(param, "_unsharded_param", None)
+
+
+def fsdp_has_unreduced_grad(param: Any) -> bool:
+    """Whether a gradient of the full parameter waits for its reduce-scatter."""
+    unsharded = fsdp_unsharded_param(param)
+    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
+
+
+def fsdp_drop_unreduced_grad(param: Any) -> None:
+    """Forget a gradient that was not reduced yet (``zero_grad`` only reaches the sharded one)."""
+    param.unsharded_accumulated_grad = None
+    unsharded = fsdp_unsharded_param(param)
+    if unsharded is not None:
+        unsharded.grad = None
+
+
+def fsdp_zero_unreduced_grad(param: Any) -> None:
+    """Give a trainable full parameter without gradient a gradient of zeros, so that it takes part in the reduction."""
+    unsharded = fsdp_unsharded_param(param)
+    if unsharded is not None and unsharded.requires_grad and not fsdp_has_unreduced_grad(param):
+        unsharded.grad = torch.zeros_like(unsharded)
+
+
+def fsdp_upcast_unreduced_grad(param: Any) -> None:
+    """Bring an unreduced gradient to the reduction's dtype, so that one message can hold all of a group's."""
+    param.accumulate_unsharded_grad_if_needed()
+    if fsdp_unsharded_param(param) is not None:
+        param.to_accumulated_grad_if_needed()
+
+
+def fsdp_set_compute_dtypes(group: Any, dtypes: list[torch.dtype | None], reduce_dtype: torch.dtype | None) -> None:
+    """Gather each parameter of a group in its own dtype; ``None`` keeps the stored one.
+
+    FSDP2 has one ``MixedPrecisionPolicy`` per group but carries the dtypes per parameter, and its all-gather accepts
+    mixed ones; with a policy per parameter, norms stay in fp32 without a second message per block.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    original = group._init_mp_dtypes
+    policies = [MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype) for dtype in dtypes]
+
+    def init_mp_dtypes() -> None:
+        original()
+        for param, policy in zip(group.fsdp_params, policies, strict=True):
+            param.init_dtype_attrs(policy)
+        if reduce_dtype is not None:
+            group._reduce_dtype = reduce_dtype
+
+    fsdp_override(group, "_init_mp_dtypes", init_mp_dtypes)
+
+
+def fsdp_sync_requires_grad(param: Any) -> None:
+    """Carry ``requires_grad`` from the sharded parameter to the full one that the module currently shows."""
+    unsharded = fsdp_unsharded_param(param)
+    if unsharded is not None and unsharded.requires_grad != param.sharded_param.requires_grad:
+        unsharded.requires_grad_(param.sharded_param.requires_grad)
+
+
+def fsdp_local_chunk(param: Any) -> Tensor | None:
+    """This rank's part of the full parameter, as a view with the shape of the local shard."""
+    unsharded = fsdp_unsharded_param(param)
+    if unsharded is None:
+        return None
+    local = param.sharded_param._local_tensor
+    full = unsharded._local_tensor if hasattr(unsharded, "_local_tensor") else unsharded
+    dim = param.fsdp_placement.dim
+    start = param.padded_sharded_param_size[dim] * param.mesh_info.shard_mesh_rank
+    return full.detach().narrow(dim, min(start, full.size(dim)), local.size(dim) if local.numel() else 0)
+
+
+def fsdp_configure_backward(group: Any, *, reduce: bool, reshard: bool) -> None:
+    """``FSDPModule.set_requires_gradient_sync`` and ``set_reshard_after_backward`` without their walk over modules."""
+    group.reduce_grads = group.all_reduce_grads = reduce
+    group.reshard_after_backward = reshard
+
+
+def fsdp_keep_class_name(module: nn.Module) -> None:
+    """Undo the renaming of a sharded module's class, which summaries and error messages show."""
+    sharded, original = type(module), type(module).__mro__[2]
+    sharded.__name__, sharded.__qualname__ = original.__name__, original.__qualname__
+
+
+def fsdp_post_backward_done(group: Any) -> None:
+    """Wait for the group's reduction and let the gradients be read (``FSDPParamGroup.finalize_backward``)."""
+    group.finalize_backward()
+
+
+def fsdp_forget_forward_order(group: Any) -> None:
+    """Drop the record of forwards that no backward will follow; it would grow through a whole evaluation."""
+    group.comm_ctx.post_forward_order.clear()
+    group._post_forward_indices.clear()
+
+
+def fsdp_reset_idle(group: Any) -> None:
+    """Mark a group idle after its reduction was run by hand outside autograd."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    group._training_state = TrainingState.IDLE
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of a DTensor on this rank, without autograd (``DTensor._local_tensor``); a plain tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def wrap_local(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor around ``local`` with the mesh, placements and global shape of ``like``; no communication."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# torch: DistributedDataParallel
+
+
+def ddp_prepare_for_backward(ddp: nn.Module, output: Any) -> None:
+    """Arm DDP's reducer for a backward that starts inside the forward (manual optimization), as Lightning does."""
+    from lightning.pytorch.overrides.distributed import prepare_for_backward
+
+    prepare_for_backward(ddp, output)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Lightning
+
+
+def init_process_group(environment: ClusterEnvironment, backend: str, timeout: timedelta, device_id: Any) -> None:
+    """Lightning's way to start the default group; returns at once where one exists."""
+    from lightning.fabric.utilities.distributed import _init_dist_connection
+
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+
+
+def default_backend(device: torch.device) -> str:
+    """``nccl`` for CUDA, ``gloo`` for CPU."""
+    from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
+
+    return _get_default_process_group_backend_for_device(device)
+
+
+def reset_seed() -> None:
+    """Repeat ``seed_everything`` in a process that Lightning launched."""
+    from lightning.fabric.utilities.seed import reset_seed as lightning_reset_seed
+
+    lightning_reset_seed()
+
+
+def set_rank_zero(rank: int) -> None:
+    """Tell Lightning's two ``rank_zero_only`` decorators which rank this process has."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+    from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+
+    fabric_rank_zero_only.rank = utilities_rank_zero_only.rank = rank  # type: ignore[attr-defined]
+
+
+def sync_reduce(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+    """Lightning's all-reduce for logged values (mean, sum, min, max ...)."""
+    from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+def all_gather_batch(tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+    """Lightning's ``self.all_gather``: ``[group size, *tensor.shape]``."""
+    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+
+    return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+
+def popen_launcher(environment: ClusterEnvironment, processes: int, nodes: int) -> _Launcher:
+    """The launcher that starts the script again for each local rank."""
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    return _SubprocessScriptLauncher(environment, processes, nodes)
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook or a Python prompt."""
+    from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+
+    return _IS_INTERACTIVE
+
+
+def optimizers_to_device(optimizers: Iterable[Any], device: torch.device) -> None:
+    """Move optimizer states that were made on another device."""
+    from lightning.fabric.utilities.optimizer import _optimizers_to_device
+
+    _optimizers_to_device(optimizers, device)
+
+
+def unwrap_lightning_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside Lightning's wrapper."""
+    return getattr(optimizer, "_optimizer", optimizer)
+
+
+def synced_log_keys(trainer: pl.Trainer) -> list[str]:
+    """Names under which the running loop holds plain values that are to be reduced over the ranks (``sync_dist``)."""
+    results = trainer._results or {}
+    return sorted(key for key, result in results.items() if result.is_tensor and result.meta.sync.should)
+
+
+def precision_flag(trainer: pl.Trainer) -> str:
+    """The value of ``Trainer(precision=...)``; ``"32-true"`` where it was not given."""
+    return trainer._accelerator_connector._precision_flag

@@ -1,0 +1,105 @@
+"""Saving and loading as Lightning asks for it in a run, in the format that was chosen; either format is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from lightning_effi import _compat
+from lightning_effi.checkpoint import full, sharded
+
+if TYPE_CHECKING:
+    from lightning_effi.strategy import EffiStrategy
+
+
+class RunCheckpoint:
+    """The checkpoint methods of a strategy."""
+
+    def __init__(self, strategy: EffiStrategy) -> None:
+        self._strategy = strategy
+        self._loaded_directory: Path | None = None
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._strategy.config.checkpoints.format == "sharded"
+
+    def model_state(self) -> dict[str, Any]:
+        """``full``: everything on rank zero. ``sharded``: each rank's own part. All ranks must call this."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        self._settle()
+        if self._is_sharded:
+            return module.state_dict()
+        return full.gather_model(module, keep=self._strategy.is_global_zero)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As :meth:`model_state`; in the ``full`` format it is what stock Lightning saves."""
+        self._settle()
+        state = _compat.unwrap_lightning_optimizer(optimizer).state_dict()
+        return state if self._is_sharded else full.gather_full(state, keep=self._strategy.is_global_zero)
+
+    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        """Write a checkpoint that Lightning has put together from the two methods above."""
+        strategy = self._strategy
+        if not self._is_sharded:
+            if strategy.is_global_zero:
+                strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options are not used with checkpoints='sharded', which writes a directory itself")
+        module = strategy.lightning_module
+        assert module is not None
+        sharded.save(
+            Path(strategy.broadcast(str(filepath))),
+            checkpoint,
+            strategy.optimizers,
+            module,
+            is_first_rank=strategy.is_global_zero,
+            barrier=strategy.barrier,
+        )
+
+    def load(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint of either format; tensors of a directory are read later, where they are needed."""
+        path = Path(self._strategy.broadcast(str(path)))
+        if sharded.is_sharded_checkpoint(path):
+            self._loaded_directory = path
+            return sharded.load(path, weights_only)
+        self._loaded_directory = None
+        if path.is_dir():
+            raise ValueError(f"'{path}' is a directory, but not a complete checkpoint of this package")
+        if path.is_file():
+            return full.load_file(path, weights_only)
+        return self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Fill the module, sharded or not."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        self._settle()
+        if self._loaded_directory is not None:
+            sharded.load_model(self._loaded_directory, module, checkpoint["state_dict"], strict)
+        else:
+            full.load_model(module, checkpoint["state_dict"], strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Fill the optimizers, whose parameters are sharded by now."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        states = checkpoint["optimizer_states"]
+        optimizers = self._strategy.optimizers
+        if len(states) != len(optimizers):
+            raise ValueError(f"the checkpoint has {len(states)} optimizers, this run has {len(optimizers)}")
+        if self._loaded_directory is not None:
+            sharded.load_optimizers(self._loaded_directory, optimizers, states, module)
+            return
+        for optimizer, state in zip(optimizers, states, strict=True):
+            full.load_optimizer(optimizer, state)
+
+    def _settle(self) -> None:
+        """Shards must be the live parameters, and buffers those of the first rank."""
+        if self._strategy.has_engine:
+            self._strategy.engine.rest()
+            self._strategy.engine.sync_buffers()

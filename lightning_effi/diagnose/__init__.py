@@ -1,0 +1,1 @@
+"""Comparing a parallel module with the plain one, and saying what differs first."""

@@ -1,0 +1,143 @@
+"""One training step of the parallel module against the same step of the plain module.
+
+Both run on the same batch, with dropout off and logging stubbed. Whatever the step changes besides gradients (buffers,
+metrics, counters, randomness) is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+}
+
+# Attributes of nn.Module and LightningModule that a step does not count in.
+_NOT_COUNTERS = frozenset({"_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_metric_attributes"})
+
+
+class NoDropout(TorchFunctionMode):
+    """Every dropout keeps everything, including that inside scaled dot-product attention."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            elif "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what ``training_step`` returned.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise ValueError(f"training_step returned {type(output).__name__}, which holds no loss to compare")
+    return loss
+
+
+def plain_gradients(module: nn.Module, step: Callable[..., Any], *args: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients of ``step(*args)`` for the parameters of a plain module; its gradients are cleared."""
+    for parameter in module.parameters():
+        parameter.grad = None
+    loss = loss_of(step(*args))
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for parameter in module.parameters():
+        parameter.grad = None
+    return loss.detach(), gradients
+
+
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Put back buffers, counters and metrics of ``module``, and all randomness, on leaving."""
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    counters = {name: _counters(submodule) for name, submodule in module.named_modules()}
+    randomness = _get_randomness()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+        for name, submodule in module.named_modules():
+            for key, value in counters.get(name, {}).items():
+                object.__setattr__(submodule, key, value)
+        _set_randomness(randomness)
+
+
+@contextmanager
+def silent(module: nn.Module) -> Iterator[None]:
+    """``self.log`` and ``self.log_dict`` do nothing inside."""
+    stubs = ("log", "log_dict")
+    for name in stubs:
+        module.__dict__[name] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for name in stubs:
+            del module.__dict__[name]
+
+
+def _counters(module: nn.Module) -> dict[str, Any]:
+    return {
+        key: copy.deepcopy(value)
+        for key, value in vars(module).items()
+        if key not in _NOT_COUNTERS and not key.endswith("_hooks") and _is_data(value)
+    }
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, (bool, int, float, complex, str, bytes)) or value is None:
+        return True
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(_is_data(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_data(item) for pair in value.items() for item in pair)
+    return False
+
+
+def _get_randomness() -> dict[str, Any]:
+    import numpy
+
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set_randomness(state: dict[str, Any]) -> None:
+    import numpy
+
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,111 @@
+"""The probe in a run: before the first step, on the first real batch."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_effi.diagnose.compare import Comparison, compare_tensors
+from lightning_effi.diagnose.probe import NoDropout, loss_of, plain_gradients, restored, silent
+from lightning_effi.sharding.initial import broadcast_states
+
+if TYPE_CHECKING:
+    from lightning_effi.strategy import EffiStrategy
+
+# Rounding of one forward and backward, by the lowest dtype computed with; a wrong gradient is off by far more.
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+class RunProbe:
+    """Keeps a plain copy of the module from before sharding until the first batch, and compares once.
+
+    Raises (in :meth:`before_first_step`):
+        RuntimeError: on all ranks, where loss or a gradient differs, naming the worst parameter.
+    """
+
+    def __init__(self, strategy: EffiStrategy) -> None:
+        self._strategy = strategy
+        self._plain: nn.Module | None = None
+
+    def before_sharding(self, module: nn.Module) -> None:
+        """Keep a copy if the run is to be verified; data parallelism infers nothing, so ``auto`` has no need to."""
+        strategy = self._strategy
+        if strategy.config.verify is not True or not strategy.is_distributed:
+            return
+        self._plain = copy.deepcopy(module).to(strategy.root_device)
+
+    def before_first_step(self, *args: Any) -> None:
+        """Compare on the arguments of the first ``training_step``."""
+        plain, self._plain = self._plain, None
+        module = self._strategy.lightning_module
+        if plain is None or module is None:
+            return
+        if not module.automatic_optimization:
+            rank_zero_info("verify: not compared, since with manual optimization training_step runs backward itself")
+            return
+        started = time.monotonic()
+        group = self._strategy.data_parallel_group
+        broadcast_states([*plain.parameters(), *plain.buffers()], group)
+        plain.train(module.training)
+        loss, expected = self._plain_step(plain, copy.deepcopy(args), group)
+        actual_loss, actual = self._parallel_step(module, copy.deepcopy(args), group)
+        comparison = compare_tensors({**actual, "loss": actual_loss}, {**expected, "loss": loss})
+        self._judge(comparison, time.monotonic() - started)
+
+    def _plain_step(self, plain: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """This rank's batch through the plain module, averaged over the ranks."""
+        plain._trainer = self._strategy.lightning_module._trainer  # type: ignore[union-attr]
+        with restored(plain), silent(plain), NoDropout(), self._strategy.precision.train_step_context():
+            loss, gradients = plain_gradients(plain, plain.training_step, *args)
+        averaged = {}
+        for name, parameter in plain.named_parameters():
+            if name in gradients:
+                gradient = gradients[name]
+                gradient = torch.zeros_like(parameter) if gradient is None else gradient
+                dist.all_reduce(gradient, group=group)
+                averaged[name] = gradient.detach() / dist.get_world_size(group)
+        return _mean(loss, group), averaged
+
+    def _parallel_step(self, module: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        engine = self._strategy.engine
+        with restored(module), silent(module), NoDropout():
+            with self._strategy.precision.train_step_context():
+                loss = loss_of(engine.run_step(module.training_step, *args))
+            engine.before_backward(loss)
+            loss.backward()
+            engine.after_backward()
+            engine.rest()
+        gradients = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                if gradient is not None and hasattr(gradient, "full_tensor"):
+                    gradient = gradient.full_tensor()
+                full = torch.zeros(parameter.shape, device=parameter.device) if gradient is None else gradient
+                gradients[name] = full.detach().clone()
+        engine.discard()
+        return _mean(loss.detach(), group), gradients
+
+    def _judge(self, comparison: Comparison, seconds: float) -> None:
+        precision = self._strategy.precision.precision
+        dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(precision, torch.bfloat16)
+        if not comparison.within(_TOLERANCES[dtype]):
+            name, distance = comparison.worst
+            raise RuntimeError(
+                f"verify: the parallel module does not compute what the plain one does: '{name}' is off by"
+                f" {distance:.1e} (allowed {_TOLERANCES[dtype]:.0e}). Nothing was trained. Does training_step change"
+                " parameters, or draw random numbers other than dropout's?"
+            )
+        rank_zero_info(f"verify: loss and gradients equal the plain module's ({comparison}; {seconds:.1f} s)")
+
+
+def _mean(value: Tensor, group: Any) -> Tensor:
+    value = value.detach().clone()
+    dist.all_reduce(value, group=group)
+    return value / dist.get_world_size(group)

@@ -1,0 +1,45 @@
+"""The plan of a run: axes, what is sharded how, and the bytes per rank. A value that prints itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_effi.layout import Layout
+from lightning_effi.sharding.plan import ShardingPlan
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :class:`~lightning_effi.EffiStrategy` will do; ``print(strategy.plan)`` shows it."""
+
+    layout: Layout
+    sharding: ShardingPlan
+    precision: str
+    moments: int | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bytes_per_rank(self) -> dict[str, int]:
+        """Bytes that one rank holds at the end of a backward pass, by kind."""
+        return self.sharding.bytes_per_rank(self.moments)
+
+    def __str__(self) -> str:
+        costs = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in self.bytes_per_rank.items())
+        lines = [
+            f"{self.layout.world_size} processes ({self.layout}), precision {self.precision}",
+            *str(self.sharding).splitlines(),
+            f"bytes per rank: {costs}",
+            *self.notes,
+        ]
+        return "\n".join(["lightning_effi plan", *(f"  {line}" for line in lines)])
+
+
+def format_bytes(count: float) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    for unit in _UNITS:
+        if count < 1024 or unit == _UNITS[-1]:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,45 @@
+"""Choose the engine for a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_effi.sharding.engine import Engine
+from lightning_effi.sharding.initial import materialize
+from lightning_effi.sharding.plan import ShardingPlan
+from lightning_effi.sharding.replicated import ReplicatedEngine
+from lightning_effi.sharding.sharded import ShardedEngine
+
+
+def build_engine(
+    module: nn.Module,
+    plan: ShardingPlan,
+    *,
+    mesh: Any,
+    data_parallel_group: dist.ProcessGroup,
+    control_group: dist.ProcessGroup,
+    device: torch.device,
+    sync_every_backward: bool,
+) -> Engine:
+    """Put ``module`` on ``device`` as the plan says, with equal values on all ranks."""
+    if plan.is_sharded:
+        return ShardedEngine(
+            module,
+            plan,
+            mesh=mesh,
+            data_parallel_group=data_parallel_group,
+            control_group=control_group,
+            device=device,
+            sync_every_backward=sync_every_backward,
+        )
+    if plan.layout.data_parallel_size > 1:
+        return ReplicatedEngine(
+            module, group=data_parallel_group, device=device, sync_every_backward=sync_every_backward
+        )
+    materialize(module, device)
+    module.to(device)
+    return Engine(module)

@@ -1,0 +1,74 @@
+"""What the strategy asks of data parallelism, and the engine for one process, where there is nothing to do.
+
+An engine owns the life of parameters and gradients between the hooks of Lightning: it runs the step hooks of the
+module, reduces gradients, and leaves every parameter ready for the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class StepRoot(nn.Module):
+    """Runs a bound method of its child as its own ``forward``.
+
+    Lightning calls ``training_step`` and its siblings directly, so hooks on the LightningModule's ``forward`` never
+    fire. Wrapping the module, instead of redirecting its ``forward``, leaves its class and its ``self(x)`` alone.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+
+class Engine:
+    """One process: every hook does nothing. The other engines override what they need."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a step hook of the module with its parameters ready for use."""
+        return step(*args, **kwargs)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, a backward is not the last one of its accumulation window."""
+        yield
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Called right before autograd runs."""
+
+    def after_backward(self) -> None:
+        """Called right after autograd ran; gradients of a closed window are reduced afterwards."""
+
+    def before_optimizer_step(self) -> None:
+        """Leave each parameter with the gradient that the optimizer should see."""
+
+    def after_optimizer_step(self) -> None:
+        """Called when the optimizer has stepped; may be in the middle of a step hook (manual optimization)."""
+
+    def rest(self) -> None:
+        """Free what is only needed while a step runs. Harmless when called twice."""
+
+    def sync_buffers(self) -> None:
+        """Give all data-parallel ranks the buffers of the first one."""
+
+    def discard(self) -> None:
+        """Forget all gradients, those that were not reduced yet too."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Let the engine know an optimizer whose parameters it manages."""
+
+    def explain(self, exception: BaseException) -> None:
+        """Add a note to ``exception`` where the engine knows more about its cause."""

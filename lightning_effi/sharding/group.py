@@ -1,0 +1,138 @@
+"""One shard group at work: gathering, writing back, reducing. A thin adapter over FSDP2's parameter group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_effi import _compat
+from lightning_effi.sharding.plan import Compute, ShardGroup
+
+
+class LiveGroup:
+    """A :class:`~lightning_effi.sharding.plan.ShardGroup` with its FSDP2 parameter group.
+
+    Three methods of FSDP2's group are shadowed here and nowhere else:
+
+    * ``post_backward`` asks us first, so that all ranks reduce in one agreed order;
+    * ``wait_for_unshard`` runs outside inference mode, because the full parameters live on and are trained later;
+    * ``_to_sharded`` first writes back what a step changed in place in the full parameters (the moving average of a
+      teacher, clamped weights), which would otherwise be lost with them.
+    """
+
+    def __init__(self, plan: ShardGroup, fsdp_group: Any, compute: Compute, names: dict[int, str]) -> None:
+        """``names`` tells the name of each sharded parameter by its ``id``."""
+        self.name = plan.module
+        self._group = fsdp_group
+        self._params = _compat.fsdp_params(fsdp_group)
+        self.parameter_names = [names[id(parameter)] for parameter in self.parameters]
+        self._run_post_backward = fsdp_group.post_backward
+        self._wait_for_unshard = fsdp_group.wait_for_unshard
+        self._to_sharded = fsdp_group._to_sharded
+        self._shard_versions: list[int] = []
+        _compat.fsdp_override(fsdp_group, "wait_for_unshard", self._wait_outside_inference_mode)
+        _compat.fsdp_override(fsdp_group, "_to_sharded", self._write_back_and_shard)
+        dtypes = [compute.dtype if name in plan.low_precision else None for name in self.parameter_names]
+        _compat.fsdp_set_compute_dtypes(fsdp_group, dtypes, compute.reduce_dtype)
+
+    def on_post_backward(self, callback: Callable[[LiveGroup], None]) -> None:
+        """Call ``callback(self)`` whenever autograd has finished with this group's parameters."""
+        _compat.fsdp_override(self._group, "post_backward", lambda *unused: callback(self))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters."""
+        return [_compat.fsdp_sharded_param(param) for param in self._params]
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._group.is_sharded
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the current backward ends in a reduction (it does not inside an accumulation window)."""
+        return self._group.reduce_grads
+
+    def configure(self, *, reduce: bool, reshard: bool) -> None:
+        """What the next backward does with this group: reduce its gradients, free its full parameters."""
+        _compat.fsdp_configure_backward(self._group, reduce=reduce, reshard=reshard)
+
+    def gather(self) -> None:
+        """Start gathering the full parameters; :meth:`wait` must follow."""
+        self._group.unshard(async_op=True)
+
+    def wait(self) -> None:
+        """Put the full parameters into the module."""
+        self._group.wait_for_unshard()
+
+    def shard(self) -> None:
+        """Put the shards back into the module and free the full parameters."""
+        if not self._group.is_sharded:
+            self._group._to_sharded()
+
+    def with_gradient(self) -> list[bool]:
+        """For each parameter, whether this rank holds a gradient for it that was not reduced yet."""
+        return [_compat.fsdp_has_unreduced_grad(param) for param in self._params]
+
+    def reduce(self) -> None:
+        """Reduce-scatter the gradients of all trainable parameters; absent ones take part as zeros."""
+        for param in self._params:
+            _compat.fsdp_zero_unreduced_grad(param)
+            _compat.fsdp_upcast_unreduced_grad(param)
+        self._run_post_backward()
+
+    def keep_unreduced(self) -> None:
+        """End this group's part of a backward that does not reduce (FSDP2 accumulates the full gradients)."""
+        self._run_post_backward()
+
+    def finish(self) -> None:
+        """Wait until the reduced gradients can be read."""
+        _compat.fsdp_post_backward_done(self._group)
+
+    def settle(self) -> None:
+        """Forget everything FSDP2 noted about forwards without a backward."""
+        _compat.fsdp_reset_idle(self._group)
+        _compat.fsdp_forget_forward_order(self._group)
+
+    def drop_unreduced(self, sharded: set[int]) -> None:
+        """Forget unreduced gradients of the parameters whose ``id`` is in ``sharded``."""
+        for param in self._params:
+            if id(_compat.fsdp_sharded_param(param)) in sharded:
+                _compat.fsdp_drop_unreduced_grad(param)
+
+    def sync_requires_grad(self) -> None:
+        """Let the full parameters follow a ``requires_grad`` that was set on the sharded ones."""
+        for param in self._params:
+            _compat.fsdp_sync_requires_grad(param)
+
+    def _wait_outside_inference_mode(self) -> None:
+        was_sharded = self._group.is_sharded
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self._wait_for_unshard()
+        else:
+            self._wait_for_unshard()
+        if was_sharded and not self._group.is_sharded:
+            self._shard_versions = [_compat.local_tensor(p)._version for p in self.parameters]
+
+    def _write_back_and_shard(self) -> None:
+        if not self._group.is_sharded:
+            self._write_back()
+        self._to_sharded()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for param, version in zip(self._params, self._shard_versions, strict=True):
+            shard = _compat.local_tensor(_compat.fsdp_sharded_param(param))
+            if shard._version != version:
+                continue  # the optimizer moved the shard meanwhile; the full parameter is the stale one
+            chunk = _compat.fsdp_local_chunk(param)
+            if chunk is None or not chunk.numel():
+                continue
+            if chunk.dtype == shard.dtype:
+                shard.copy_(chunk)
+            else:  # keep the bits that the lower precision does not hold wherever nothing was written
+                shard.copy_(torch.where(shard.to(chunk.dtype) == chunk, shard, chunk.to(shard.dtype)))

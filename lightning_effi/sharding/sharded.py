@@ -1,0 +1,262 @@
+"""ZeRO stages 1-3: torch's FSDP2 around each block, with its gaps closed for modules that were not written for it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_effi import _compat
+from lightning_effi.sharding.agreement import Agreement
+from lightning_effi.sharding.buffers import BufferSync
+from lightning_effi.sharding.engine import Engine, StepRoot
+from lightning_effi.sharding.group import LiveGroup
+from lightning_effi.sharding.initial import broadcast_states, materialize
+from lightning_effi.sharding.plan import ROOT, ShardingPlan
+from lightning_effi.sharding.reduction import OrderedReduction
+
+
+class ShardedEngine(Engine):
+    """Shards a module by a plan and runs it.
+
+    In stages 1 and 2 all parameters are gathered when a step begins, in one order on all ranks, so that the module
+    may use them in any way: methods other than ``forward``, functional calls, penalties on ``self.parameters()``,
+    branches that differ between ranks. In stage 3 a block's parameters are gathered when its ``forward`` is called.
+
+    Args:
+        module: the LightningModule, intact; sharded in place.
+        plan: from :func:`~lightning_effi.sharding.plan.plan_sharding`.
+        mesh: torch mesh with the axes ``replicate`` and ``shard``.
+        data_parallel_group: all ranks that average gradients.
+        control_group: the same ranks, with a backend for CPU tensors.
+        device: where the shards live.
+        sync_every_backward: reduce gradients in each backward of an accumulation window, or only in the last.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: ShardingPlan,
+        *,
+        mesh: Any,
+        data_parallel_group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
+        device: torch.device,
+        sync_every_backward: bool,
+    ) -> None:
+        super().__init__(module)
+        self._plan = plan
+        self._gather_all = plan.zero_stage < 3
+        self._sync_every_backward = sync_every_backward
+        self._in_step = False
+        self._window_open = False
+        self._agreement = Agreement(control_group)
+        self._trace: list[str] = []
+
+        replicated = {info.name: module.get_parameter(info.name) for info in plan.replicated}
+        self.root = StepRoot(module)
+        self._shard(mesh, data_parallel_group, device, set(replicated.values()))
+        self._groups = self._live_groups()
+        self._buffers = BufferSync(module, data_parallel_group)
+        self._reduction = OrderedReduction(
+            self._groups, replicated, data_parallel_group, self._agreement, self._buffers
+        )
+        self._register_hooks()
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    def _shard(self, mesh: Any, group: dist.ProcessGroup, device: torch.device, ignored: set[nn.Parameter]) -> None:
+        """Block by block: fill, move to the device, make equal to the first rank, shard. The root comes last."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        fsdp_mesh = mesh["shard"] if self._plan.layout.replicate == 1 else mesh["replicate", "shard"]
+        # A root policy that casts would turn the batch's float targets into low precision.
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        done: set[int] = set()
+        for name in [*(g.module for g in self._plan.groups if g.module != ROOT), ROOT]:
+            unit = self.module.get_submodule(name)
+            materialize(unit, device)
+            fresh = [t for t in [*unit.parameters(), *unit.buffers()] if id(t) not in done and not _is_dtensor(t)]
+            moved = [t.data.to(device) for t in fresh]
+            broadcast_states(moved, group)
+            for tensor, values in zip(fresh, moved, strict=True):
+                tensor.data = values
+            target = self.root if name == ROOT else unit
+            reshard = self._plan.zero_stage == 3 and name != ROOT
+            fully_shard(
+                target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored
+            )
+            _compat.fsdp_keep_class_name(target)
+            done.update(id(buffer) for buffer in unit.buffers())
+
+    def _live_groups(self) -> list[LiveGroup]:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        plans = {group.module: group for group in self._plan.groups}
+        live = []
+        for fsdp_group in _compat.fsdp_groups(self.root):
+            first = names[id(_compat.fsdp_sharded_param(_compat.fsdp_params(fsdp_group)[0]))]
+            plan = next(p for p in plans.values() if any(info.name == first for info in p.parameters))
+            live.append(LiveGroup(plan, fsdp_group, self._plan.compute, names))
+        _compat.fsdp_initialize(self.root)
+        return live
+
+    def _register_hooks(self) -> None:
+        by_name = {group.name: group for group in self._groups}
+        self._root_group = by_name.get(ROOT)
+        blocks = {name for name in by_name if name != ROOT}
+        for name, submodule in self.module.named_modules():
+            if name in blocks:
+                if not self._gather_all:
+                    submodule.register_forward_pre_hook(lambda _m, _a, name=name: self._trace_call(name))
+            elif name == ROOT or any(True for _ in submodule.parameters(recurse=False)):
+                submodule.register_forward_pre_hook(self._gather_outside_step)
+
+    def _trace_call(self, name: str) -> None:
+        """In stage 3 the blocks that ran decide the messages; remember them to compare over the ranks."""
+        self._trace.append(name)
+
+    def _gather_outside_step(self, _module: nn.Module, _args: Any) -> None:
+        """A callback or an epoch hook calls the module between steps (to draw samples, say)."""
+        if not self._in_step:
+            self._gather()
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        manual = not getattr(self.module, "automatic_optimization", True)
+        if torch.is_grad_enabled() and self.module.training:
+            self._send_changed_buffers()
+        # Stages 1 and 2 keep full parameters through a window, all stages keep those of the root through a step hook
+        # that runs backward itself.
+        last = not self._window_open and not manual
+        for group in self._groups:
+            keep = not last and (self._gather_all or group is self._root_group)
+            group.configure(reduce=self._reduces_now, reshard=not keep)
+        self._gather()
+        self._in_step = True
+        try:
+            return self.root(step, *args, **kwargs)
+        finally:
+            self._in_step = False
+
+    def _gather(self) -> None:
+        """Put full parameters into the module; two messages are under way at any time."""
+        wanted = [
+            group
+            for group in self._groups
+            if group.is_sharded and (self._gather_all or group is self._root_group)
+        ]
+        with torch.no_grad(), torch.inference_mode(False):
+            for index, group in enumerate(wanted):
+                if index == 0:
+                    group.gather()
+                if index + 1 < len(wanted):
+                    wanted[index + 1].gather()
+                group.wait()
+
+    def rest(self) -> None:
+        for group in self._groups:
+            group.settle()
+            group.shard()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self._window_open = True
+        try:
+            yield
+        finally:
+            self._window_open = False
+
+    @property
+    def _reduces_now(self) -> bool:
+        return self._sync_every_backward or not self._window_open
+
+    def after_backward(self) -> None:
+        if self._reduces_now:
+            self._reduction.finish()
+
+    def before_optimizer_step(self) -> None:
+        for group in self._groups:
+            group.configure(reduce=True, reshard=True)
+        fingerprint = zlib.crc32("\n".join(self._trace).encode())
+        if not self._reduction.close_window(fingerprint):
+            self._raise_different_traces()
+        self._trace.clear()
+        self.rest()
+
+    def after_optimizer_step(self) -> None:
+        if self._in_step:  # manual optimization: the module goes on with the updated parameters
+            self._gather()
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Let ``zero_grad`` also forget gradients that were not reduced yet."""
+        original = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            original(set_to_none)
+            self._reduction.discard({id(p) for group in optimizer.param_groups for p in group["params"]})
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def discard(self) -> None:
+        self.rest()
+        super().discard()
+        self._reduction.discard({id(parameter) for parameter in self.module.parameters()})
+        self._trace.clear()
+
+    def sync_requires_grad(self) -> None:
+        """Called when ``toggle_optimizer`` has set ``requires_grad`` on the optimizers' (sharded) parameters."""
+        for group in self._groups:
+            group.sync_requires_grad()
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def sync_buffers(self) -> None:
+        self._buffers.send()
+
+    def _send_changed_buffers(self) -> None:
+        if self._reduction.changed_buffers is not None and any(self._reduction.changed_buffers):
+            self._buffers.send(self._reduction.changed_buffers)
+            self._reduction.changed_buffers = None
+
+    # -- errors ------------------------------------------------------------------------------------------------------
+
+    def _raise_different_traces(self) -> None:
+        traces = self._agreement.gather(self._trace)
+        for rank, trace in enumerate(traces):
+            if trace != traces[0]:
+                place = next(
+                    (i for i, pair in enumerate(zip(traces[0], trace, strict=False)) if pair[0] != pair[1]),
+                    min(len(trace), len(traces[0])),
+                )
+                raise RuntimeError(
+                    "Data-parallel ranks ran different parts of the module in one step, which zero_stage=3 cannot"
+                    f" serve: as call number {place + 1}, rank 0 ran {_entry(traces[0], place)} and rank {rank} ran"
+                    f" {_entry(trace, place)}. The gradients of this step are not used. Run the same blocks on all"
+                    " ranks, or use zero_stage=2, where parameters are gathered in one order on all ranks"
+                )
+
+    def explain(self, exception: BaseException) -> None:
+        if self._trace:
+            exception.add_note(
+                f"lightning_effi: with zero_stage=3, the last block that this rank ran was '{self._trace[-1]}'. If a"
+                " collective timed out, compare this line over the ranks: all must run the same blocks"
+            )
+
+
+def _entry(trace: list[str], place: int) -> str:
+    return f"'{trace[place]}'" if place < len(trace) else "nothing more"
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)

@@ -1,0 +1,1 @@
+"""What happens inside one step: accumulation and clipping."""

@@ -1,0 +1,88 @@
+"""Gradient norms and clipping over gradients that are sharded, replicated or both.
+
+``torch.nn.utils.clip_grad_norm_`` refuses mixtures of meshes and of sharded and plain gradients. The norm here is the
+norm of the whole, unsharded gradient: shards are added up over their ranks, replicated gradients count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_effi import _compat
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+    """The p-norm (``inf`` for the maximum) over all gradients together; a 0-dim tensor, equal on all ranks.
+
+    A parameter given twice counts once. Without any gradient the norm is 0.
+    """
+    by_placement: dict[Any, list[Tensor]] = {}
+    for gradient in _gradients(parameters):
+        by_placement.setdefault(_placement(gradient), []).append(_compat.local_tensor(gradient))
+    parts = []
+    for placement, gradients in by_placement.items():
+        part = torch.nn.utils.get_total_norm(gradients, norm_type)
+        if norm_type != torch.inf:
+            part = part**norm_type
+        parts.append(_reduce_over_shards(part, placement, norm_type))
+    if not parts:
+        return torch.zeros(())
+    total = torch.stack([part.to(parts[0].device) for part in parts])
+    return total.max() if norm_type == torch.inf else total.sum() ** (1.0 / norm_type)
+
+
+@torch.no_grad()
+def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients so that their joint norm is at most ``max_norm``; returns the norm before.
+
+    The coefficient is that of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
+    """
+    parameters = list(parameters)
+    norm = gradient_norm(parameters, norm_type)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradients in _by_device(parameters).values():
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))
+    return norm
+
+
+@torch.no_grad()
+def clip_gradient_value(parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+    """Bound every element of every gradient to ``[-clip_value, clip_value]``."""
+    for gradients in _by_device(parameters).values():
+        torch._foreach_clamp_min_(gradients, -clip_value)
+        torch._foreach_clamp_max_(gradients, clip_value)
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    unique = {id(parameter): parameter for parameter in parameters}
+    return [parameter.grad for parameter in unique.values() if parameter.grad is not None]
+
+
+def _by_device(parameters: Iterable[nn.Parameter]) -> dict[torch.device, list[Tensor]]:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in _gradients(parameters):
+        local = _compat.local_tensor(gradient)
+        by_device.setdefault(local.device, []).append(local)
+    return by_device
+
+
+def _placement(gradient: Tensor) -> Any:
+    """Gradients with the same value are summed over the same ranks; ``None`` for plain ones."""
+    mesh = getattr(gradient, "device_mesh", None)
+    return None if mesh is None else (mesh, tuple(gradient.placements))  # type: ignore[attr-defined]
+
+
+def _reduce_over_shards(part: Tensor, placement: Any, norm_type: float) -> Tensor:
+    if placement is None:
+        return part
+    mesh, placements = placement
+    operation = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
+    for dim, where in enumerate(placements):
+        if where.is_shard():
+            dist.all_reduce(part, operation, group=mesh.get_group(dim))
+    return part

@@ -1,0 +1,602 @@
+"""The life of a run: each of Lightning's strategy hooks in call order, delegating to the room that knows how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_effi import _compat
+from lightning_effi.checkpoint.run import RunCheckpoint
+from lightning_effi.config import (
+    ActivationCheckpointing,
+    Attention,
+    Checkpoints,
+    CheckpointFormat,
+    CheckpointingPolicy,
+    EffiConfig,
+    GradientSync,
+    Microbatches,
+    OptimizerStates,
+    Pipeline,
+    Schedule,
+    StartMethod,
+    StateDtype,
+    TensorParallel,
+    ZeroStage,
+    as_timedelta,
+    expand,
+)
+from lightning_effi.diagnose.run import RunProbe
+from lightning_effi.launch import end_other_processes, make_launcher
+from lightning_effi.layout import Layout
+from lightning_effi.plan import Plan
+from lightning_effi.precision import EffiPrecision
+from lightning_effi.sharding.build import build_engine
+from lightning_effi.sharding.engine import Engine
+from lightning_effi.sharding.initial import parameters_on_meta
+from lightning_effi.sharding.optimizers import DetachedOptimizers, moments, refuse_unshardable
+from lightning_effi.sharding.plan import plan_sharding
+from lightning_effi.step.accumulation import AccumulationWindow
+from lightning_effi.step.batches import agree_on_length
+from lightning_effi.step.logging import reduce_logged
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+class EffiStrategy(ParallelStrategy):
+    """Trains an unmodified ``LightningModule`` on several processes with ZeRO sharding.
+
+    All arguments are keyword-only after the first and come from Python, YAML and the command line alike. A short
+    value stands for the dataclass of the same concern (``checkpoints="sharded"`` is
+    ``Checkpoints(format="sharded")``). Settings that this version does not carry out are refused at construction.
+
+    Args:
+        zero_stage: what is sharded over the data-parallel ranks: 0 nothing, 1 optimizer states, 2 gradients too,
+            3 parameters too (ZeRO, arXiv:1910.02054).
+        data_parallel_size: processes / (tensor x pipeline); a number is checked against that.
+        replicate_size: hybrid sharding, the number of copies of the sharded group.
+        tensor_parallel_size: ranks in one tensor-parallel group.
+        pipeline_parallel_size: ranks in one pipeline.
+        microbatches: pieces into which each batch is cut inside one ``training_step``.
+        pipeline: pipeline schedule.
+        tensor: details of tensor parallelism.
+        activation_checkpointing: which activations are recomputed in backward.
+        attention: attention kernel.
+        optimizer_states: storage of the optimizer's moments.
+        parameter_offload: keep sharded parameters in CPU memory.
+        exact_accumulation: average the last, short accumulation window of an epoch over the batches really in it;
+            stock Lightning divides by ``accumulate_grad_batches`` all the same, and so does the default.
+        gradient_sync: reduce gradients in every backward of a window (least memory) or only in the last (least
+            communication); ``auto`` is ``last`` for stages 0 and 1, ``every`` for 2 and 3.
+        compile: compile each block.
+        verify: compare loss and gradients with the plain module on the first batch, before the first step; ``auto``
+            does so where the package had to infer how to split the module, which data parallelism never does.
+        checkpoints: ``full`` (one file that plain Lightning loads) or ``sharded`` (a directory, each rank its part).
+        process_group_backend: ``None`` is NCCL on CUDA and gloo on CPU.
+        timeout: how long a collective may wait for the other ranks; seconds or a timedelta.
+        start_method: how Lightning starts the processes of this node; ``auto`` is ``popen``, in notebooks ``fork``.
+        accelerator: as in Lightning's own strategies, like all that follow.
+        parallel_devices: devices of this node.
+        cluster_environment: who is who among the processes.
+        checkpoint_io: how files are written and read.
+        precision_plugin: an :class:`~lightning_effi.EffiPrecision`.
+
+    Raises:
+        ValueError: for a value that is not allowed, naming the setting and the allowed ones.
+    """
+
+    strategy_name = "effi"
+
+    def __init__(
+        self,
+        zero_stage: ZeroStage = 2,
+        *,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        microbatches: int | Literal["auto"] | Microbatches = "auto",
+        pipeline: Schedule | Pipeline = "1f1b",
+        tensor: TensorParallel | None = None,
+        activation_checkpointing: CheckpointingPolicy | ActivationCheckpointing | None = None,
+        attention: Attention = "auto",
+        optimizer_states: StateDtype | OptimizerStates = "float32",
+        parameter_offload: bool = False,
+        exact_accumulation: bool = False,
+        gradient_sync: GradientSync = "auto",
+        compile: bool | dict[str, Any] = False,
+        verify: bool | Literal["auto"] = "auto",
+        checkpoints: CheckpointFormat | Checkpoints = "full",
+        process_group_backend: str | None = None,
+        timeout: float | timedelta = 1800.0,
+        start_method: StartMethod = "auto",
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self.config = EffiConfig(
+            zero_stage=zero_stage,
+            data_parallel_size=data_parallel_size,
+            replicate_size=replicate_size,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            microbatches=expand("microbatches", microbatches, Microbatches, "count"),
+            pipeline=expand("pipeline", pipeline, Pipeline, "schedule"),
+            tensor=expand("tensor", tensor, TensorParallel, "plan"),
+            activation_checkpointing=expand(
+                "activation_checkpointing", activation_checkpointing, ActivationCheckpointing, "policy"
+            ),
+            attention=attention,
+            optimizer_states=expand("optimizer_states", optimizer_states, OptimizerStates, "dtype"),
+            parameter_offload=parameter_offload,
+            exact_accumulation=exact_accumulation,
+            gradient_sync=gradient_sync,
+            compile=compile,
+            verify=verify,
+            checkpoints=expand("checkpoints", checkpoints, Checkpoints, "format"),
+            process_group_backend=process_group_backend,
+            timeout=as_timedelta(timeout),
+            start_method=start_method,
+        )
+        self._given_precision = precision_plugin
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.num_nodes = 1
+        self._layout: Layout | None = None
+        self._device_mesh: DeviceMesh | None = None
+        self._data_parallel_group: Any = None
+        self._control_group: Any = None
+        self._plan: Plan | None = None
+        self._engine: Engine | None = None
+        self._window = AccumulationWindow(exact=exact_accumulation)
+        self._checkpoint = RunCheckpoint(self)
+        self._probe = RunProbe(self)
+
+    # -- what users and Lightning ask --------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """The size of each axis; known from the Trainer's construction on."""
+        if self._layout is None:
+            raise RuntimeError("strategy.layout is known once the Trainer has been constructed with this strategy")
+        return self._layout
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's mesh with the axes ``pp``, ``replicate``, ``shard`` and ``tp``; known once processes have started."""
+        if self._device_mesh is None:
+            raise RuntimeError("strategy.device_mesh is known once the processes have started (from setup() on)")
+        return self._device_mesh
+
+    @property
+    def plan(self) -> Plan:
+        """What is sharded how, and the bytes per rank; known once the module has been set up."""
+        if self._plan is None:
+            raise RuntimeError("strategy.plan is known once the module has been set up (from on_fit_start on)")
+        return self._plan
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the :attr:`data_parallel_size` different batches this process works on."""
+        return self.layout.data_parallel_rank(self.global_rank)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many different batches are worked on at once."""
+        return self.layout.data_parallel_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Asked by Lightning before it injects distributed samplers and before it reduces logged values."""
+        return self.num_processes * self.num_nodes > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend asked for; ``None`` lets the device decide."""
+        return self.config.process_group_backend
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else EffiPrecision.from_stock(plugin)
+
+    @property
+    def precision(self) -> EffiPrecision:
+        """The precision plugin, as what it is here."""
+        plugin = self.precision_plugin
+        assert isinstance(plugin, EffiPrecision)
+        return plugin
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """Norm of the whole gradient before the last clipping by norm; ``None`` before the first."""
+        return self.precision.last_grad_norm
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the ranks that average gradients."""
+        return self._data_parallel_group
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether the module has been set up."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """Data parallelism at work; there once the module has been set up."""
+        assert self._engine is not None
+        return self._engine
+
+    # -- before the run: who takes part ------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Called at the end of the Trainer's construction, when the number of processes is known."""
+        assert self.cluster_environment is not None
+        self._layout = Layout.resolve(
+            self.num_processes * self.num_nodes,
+            zero_stage=self.config.zero_stage,
+            data_parallel_size=self.config.data_parallel_size,
+            replicate_size=self.config.replicate_size,
+            tensor_parallel_size=self.config.tensor_parallel_size,
+            pipeline_parallel_size=self.config.pipeline_parallel_size,
+        )
+        self._launcher = make_launcher(self, self.config.start_method)
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        asked = _compat.precision_flag(model.trainer)
+        if self._given_precision is not None and asked not in ("32-true", self.precision.precision):
+            raise ValueError(
+                f"Trainer(precision={asked!r}) and EffiStrategy(precision_plugin=...) with precision"
+                f" {self.precision.precision!r} contradict each other. Give only one of them"
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _compat.reset_seed()
+        self.set_world_ranks()
+        if not self.is_distributed and not self.precision.compute.everywhere:
+            return  # one process needs no process group
+        assert self.cluster_environment is not None
+        _compat.init_process_group(
+            self.cluster_environment,
+            self.config.process_group_backend or _compat.default_backend(self.root_device),
+            self.config.timeout,
+            device_id=None if self.root_device.type == "cpu" else self.root_device,
+        )
+        if self._device_mesh is None:
+            self._device_mesh = self.layout.device_mesh(self.root_device.type)
+            self._data_parallel_group = _compat.flatten_mesh(
+                self._device_mesh["replicate", "shard"], "data_parallel"
+            ).get_group()
+            self._control_group = self._make_control_group()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _make_control_group(self) -> Any:
+        """The data-parallel ranks again, with a backend for CPU tensors; every rank must make every group."""
+        if self.root_device.type == "cpu":
+            return self._data_parallel_group
+        layout, mine = self.layout, None
+        for first in range(layout.world_size):
+            place = layout.coordinates(first)
+            if place.replicate == 0 and place.shard == 0:
+                ranks = [
+                    rank
+                    for rank in range(layout.world_size)
+                    if (layout.coordinates(rank).pp, layout.coordinates(rank).tp) == (place.pp, place.tp)
+                ]
+                group = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
+                mine = group if self.global_rank in ranks else mine
+        return mine
+
+    def set_world_ranks(self) -> None:
+        """Called by Lightning when the Trainer is constructed, and again in each process."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _compat.set_rank_zero(self.global_rank)
+
+    # -- set-up: intact module -> optimizers -> shards ---------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.precision.use_device(self.root_device)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+
+        if self._engine is None or self._engine.module is not self.lightning_module:
+            self._setup_module(trainer, fitting)
+        elif fitting:
+            self.engine.rest()
+            self.setup_optimizers(trainer)
+        self._prepare_optimizers(trainer)
+        self.setup_precision_plugin()
+        rank_zero_info(str(self.plan))
+        self.barrier("setup")
+
+    def _setup_module(self, trainer: pl.Trainer, fitting: bool) -> None:
+        """``configure_optimizers`` sees the intact module; then each parameter is exchanged for its shard."""
+        module = self.lightning_module
+        assert module is not None
+        if self._layer_sync is not None:
+            module = self._layer_sync.apply(module)  # type: ignore[assignment]
+        self.model = self.precision.convert_module(module)
+        if fitting:
+            self.setup_optimizers(trainer)
+        plan = plan_sharding(module, self.layout, self.config.zero_stage, self.precision.compute)
+        if plan.is_sharded:
+            refuse_unshardable(self.optimizers, self.config.zero_stage)
+        self._plan = Plan(self.layout, plan, self.precision.precision, moments(self.optimizers))
+        self._probe.before_sharding(module)
+        optimizers = DetachedOptimizers(self.optimizers, module) if plan.is_sharded else None
+        self._engine = build_engine(
+            module,
+            plan,
+            mesh=self._device_mesh,
+            data_parallel_group=self._data_parallel_group,
+            control_group=self._control_group,
+            device=self.root_device,
+            sync_every_backward=self.config.syncs_every_backward,
+        )
+        if optimizers is not None:
+            optimizers.attach(module)
+
+    def _prepare_optimizers(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        _compat.optimizers_to_device(self.optimizers, self.root_device)
+        for optimizer in self.optimizers:
+            self.engine.watch(optimizer)
+        self.precision.step_on_shards(self.optimizers)
+
+    @override
+    def model_to_device(self) -> None:
+        """The engines move the module, block by block."""
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        self._probe.before_first_step(*args, **kwargs)
+        with self.precision.train_step_context():
+            return self.engine.run_step(self.lightning_module.training_step, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision.val_step_context():
+            return self._evaluate(self.lightning_module.validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision.test_step_context():
+            return self._evaluate(self.lightning_module.test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision.predict_step_context():
+            return self._evaluate(self.lightning_module.predict_step, *args, **kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A step without backward: what it gathered must not outlive it, or a later load would be lost with it."""
+        try:
+            return self.engine.run_step(step, *args, **kwargs)
+        finally:
+            self.engine.rest()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self.engine.accumulate():
+            yield
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
+        self.engine.before_backward(closure_loss)
+        self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        self.engine.after_backward()  # before on_after_backward, which post_backward calls
+        self._window.count()
+        closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        model = model or self.lightning_module
+
+        def closure_then_gradients() -> Any:
+            result = closure()
+            self.engine.before_optimizer_step()
+            self._window.close(self.lightning_module, optimizer)
+            return result
+
+        try:
+            return self.precision.optimizer_step(optimizer, model, closure_then_gradients, **kwargs)
+        finally:
+            self.engine.after_optimizer_step()
+
+    # -- evaluation and data -----------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        self._before_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._before_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._before_evaluation()
+
+    def _before_evaluation(self) -> None:
+        self.engine.rest()
+        self.engine.sync_buffers()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return agree_on_length(dataloader, self._control_group)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_available() and dist.is_initialized():
+            on_cuda = self.root_device.type == "cuda"
+            dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Over the data-parallel ranks: ranks that work on the same batch have the same value, and count once."""
+        if not isinstance(tensor, Tensor) or not self.is_distributed:
+            return tensor
+        return reduce_logged(tensor, group or self._data_parallel_group, reduce_op, self.lightning_module)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return _compat.all_gather_batch(tensor, group or self._data_parallel_group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks, whatever their batch."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoint.model_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoint.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._checkpoint.save(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoint.load(Path(checkpoint_path), weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoint.load_model(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoint.load_optimizers(checkpoint)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """``Trainer.init_module`` builds on the CPU; with ``empty_init=True`` parameters get values only in set-up, block
+        by block, or from a checkpoint."""
+        deferred = parameters_on_meta() if empty_init else nullcontext()
+        with deferred, self.precision.tensor_init_context():
+            yield
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._engine is not None:
+            self._engine.explain(exception)
+        if not isinstance(exception, KeyboardInterrupt):
+            end_other_processes(self.launcher)
+
+    @override
+    def teardown(self) -> None:
+        """The base class would move the module to the CPU, which a sharded one must not be."""
+        if self._engine is not None:
+            self._engine.rest()
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.precision.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("effi", cls, description="ZeRO sharding with all defaults (stage 2)")
+        for stage in (1, 2, 3):
+            strategy_registry.register(
+                f"effi_zero{stage}", cls, description=f"ZeRO sharding, stage {stage}", zero_stage=stage
+            )
