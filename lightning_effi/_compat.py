@@ -184,6 +184,57 @@ def fsdp_reset_idle(group: Any) -> None:
     group._training_state = TrainingState.IDLE
 
 
+def fsdp_undo(root: nn.Module, full: dict[int, Tensor]) -> None:
+    """Make every module below ``root`` an ordinary one again; FSDP2 has no way back of its own.
+
+    Args:
+        root: the FSDP2 root.
+        full: the value of each sharded parameter by its ``id``; becomes the data of a plain parameter.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in list(root.modules()):
+        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(key, None)
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for group in state._fsdp_param_groups:
+            for handles in (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            ):
+                for handle in handles.values():
+                    handle.remove()
+            for param in group.fsdp_params:
+                sharded = param.sharded_param
+                param._post_load_hook_handle.remove()
+                param._setattr_on_modules(nn.Parameter(full[id(sharded)], sharded.requires_grad))
+        module.__class__ = type(module).__mro__[2]
+        del _module_state_mapping[module]
+        del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
+
+
+def read_scalars_globally() -> None:
+    """Let ``.item()``, ``float()`` and ``bool()`` of a sharded scalar give its global value on every rank.
+
+    The norm of a sharded gradient is a partial result; torch 2.13-2.14 silently reads this rank's part of it. The
+    handler is process-wide and changes nothing for plain tensors; like every use of a sharded value, reading one is
+    something that all ranks must do.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+        return operator(args[0].full_tensor())
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = read
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor on this rank, without autograd (``DTensor._local_tensor``); a plain tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -284,7 +335,7 @@ def unwrap_lightning_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 def synced_log_keys(trainer: pl.Trainer) -> list[str]:
     """Names under which the running loop holds plain values that are to be reduced over the ranks (``sync_dist``)."""
-    results = trainer._results or {}
+    results: dict[str, Any] = trainer._results or {}
     return sorted(key for key, result in results.items() if result.is_tensor and result.meta.sync.should)
 
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_effi.config import check_bool
 from lightning_effi.sharding.optimizers import LocalStep
 from lightning_effi.sharding.plan import Compute
+from lightning_effi.sharding.scalars import ReadableShards
 from lightning_effi.step.clipping import clip_gradient_norm, clip_gradient_value
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
@@ -93,7 +94,8 @@ class EffiPrecision(Precision):
             useless.append("clamp_activations")
         if useless:
             raise ValueError(
-                f"{', '.join(useless)} only has an effect with 16-bit float, and precision is {precision!r}: leave it out"
+                f"{', '.join(useless)} only has an effect with 16-bit float, and precision is {precision!r}: leave it"
+                " out"
             )
         check_bool("master_weights", master_weights)
         if master_weights and precision != "bf16-true":
@@ -192,6 +194,16 @@ class EffiPrecision(Precision):
     def forward_context(self) -> Generator[None, None, None]:
         with self._stock.forward_context():
             yield
+
+    @override
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:  # type: ignore[override]
+        with ReadableShards():  # on_after_backward looks at gradients
+            return super().post_backward(tensor, module)
+
+    @override
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        with ReadableShards():  # on_before_optimizer_step looks at gradients
+            super()._after_closure(model, optimizer)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:  # type: ignore[override]

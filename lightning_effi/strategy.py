@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,9 +23,9 @@ from lightning_effi.checkpoint.run import RunCheckpoint
 from lightning_effi.config import (
     ActivationCheckpointing,
     Attention,
-    Checkpoints,
     CheckpointFormat,
     CheckpointingPolicy,
+    Checkpoints,
     EffiConfig,
     GradientSync,
     Microbatches,
@@ -43,7 +41,7 @@ from lightning_effi.config import (
 )
 from lightning_effi.diagnose.run import RunProbe
 from lightning_effi.launch import end_other_processes, make_launcher
-from lightning_effi.layout import Layout
+from lightning_effi.mesh import MeshStrategy
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
 from lightning_effi.sharding.build import build_engine
@@ -53,16 +51,14 @@ from lightning_effi.sharding.optimizers import DetachedOptimizers, moments, refu
 from lightning_effi.sharding.plan import plan_sharding
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
-from lightning_effi.step.logging import reduce_logged
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
 
-class EffiStrategy(ParallelStrategy):
+class EffiStrategy(MeshStrategy):
     """Trains an unmodified ``LightningModule`` on several processes with ZeRO sharding.
 
     All arguments are keyword-only after the first and come from Python, YAML and the command line alike. A short
@@ -167,11 +163,6 @@ class EffiStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.num_nodes = 1
-        self._layout: Layout | None = None
-        self._device_mesh: DeviceMesh | None = None
-        self._data_parallel_group: Any = None
-        self._control_group: Any = None
         self._plan: Plan | None = None
         self._engine: Engine | None = None
         self._window = AccumulationWindow(exact=exact_accumulation)
@@ -181,61 +172,11 @@ class EffiStrategy(ParallelStrategy):
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
     @property
-    def layout(self) -> Layout:
-        """The size of each axis; known from the Trainer's construction on."""
-        if self._layout is None:
-            raise RuntimeError("strategy.layout is known once the Trainer has been constructed with this strategy")
-        return self._layout
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """torch's mesh with the axes ``pp``, ``replicate``, ``shard`` and ``tp``; known once processes have started."""
-        if self._device_mesh is None:
-            raise RuntimeError("strategy.device_mesh is known once the processes have started (from setup() on)")
-        return self._device_mesh
-
-    @property
     def plan(self) -> Plan:
         """What is sharded how, and the bytes per rank; known once the module has been set up."""
         if self._plan is None:
             raise RuntimeError("strategy.plan is known once the module has been set up (from on_fit_start on)")
         return self._plan
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which of the :attr:`data_parallel_size` different batches this process works on."""
-        return self.layout.data_parallel_rank(self.global_rank)
-
-    @property
-    def data_parallel_size(self) -> int:
-        """How many different batches are worked on at once."""
-        return self.layout.data_parallel_size
-
-    @property
-    def is_distributed(self) -> bool:
-        """Asked by Lightning before it injects distributed samplers and before it reduces logged values."""
-        return self.num_processes * self.num_nodes > 1
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or ())
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend asked for; ``None`` lets the device decide."""
-        return self.config.process_group_backend
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     @property
     @override
@@ -259,11 +200,6 @@ class EffiStrategy(ParallelStrategy):
         return self.precision.last_grad_norm
 
     @property
-    def data_parallel_group(self) -> Any:
-        """The process group of the ranks that average gradients."""
-        return self._data_parallel_group
-
-    @property
     def has_engine(self) -> bool:
         """Whether the module has been set up."""
         return self._engine is not None
@@ -280,14 +216,7 @@ class EffiStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         """Called at the end of the Trainer's construction, when the number of processes is known."""
         assert self.cluster_environment is not None
-        self._layout = Layout.resolve(
-            self.num_processes * self.num_nodes,
-            zero_stage=self.config.zero_stage,
-            data_parallel_size=self.config.data_parallel_size,
-            replicate_size=self.config.replicate_size,
-            tensor_parallel_size=self.config.tensor_parallel_size,
-            pipeline_parallel_size=self.config.pipeline_parallel_size,
-        )
+        self.resolve_layout()
         self._launcher = make_launcher(self, self.config.start_method)
 
     @override
@@ -299,53 +228,6 @@ class EffiStrategy(ParallelStrategy):
                 f"Trainer(precision={asked!r}) and EffiStrategy(precision_plugin=...) with precision"
                 f" {self.precision.precision!r} contradict each other. Give only one of them"
             )
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        _compat.reset_seed()
-        self.set_world_ranks()
-        if not self.is_distributed and not self.precision.compute.everywhere:
-            return  # one process needs no process group
-        assert self.cluster_environment is not None
-        _compat.init_process_group(
-            self.cluster_environment,
-            self.config.process_group_backend or _compat.default_backend(self.root_device),
-            self.config.timeout,
-            device_id=None if self.root_device.type == "cpu" else self.root_device,
-        )
-        if self._device_mesh is None:
-            self._device_mesh = self.layout.device_mesh(self.root_device.type)
-            self._data_parallel_group = _compat.flatten_mesh(
-                self._device_mesh["replicate", "shard"], "data_parallel"
-            ).get_group()
-            self._control_group = self._make_control_group()
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
-
-    def _make_control_group(self) -> Any:
-        """The data-parallel ranks again, with a backend for CPU tensors; every rank must make every group."""
-        if self.root_device.type == "cpu":
-            return self._data_parallel_group
-        layout, mine = self.layout, None
-        for first in range(layout.world_size):
-            place = layout.coordinates(first)
-            if place.replicate == 0 and place.shard == 0:
-                ranks = [
-                    rank
-                    for rank in range(layout.world_size)
-                    if (layout.coordinates(rank).pp, layout.coordinates(rank).tp) == (place.pp, place.tp)
-                ]
-                group = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
-                mine = group if self.global_rank in ranks else mine
-        return mine
-
-    def set_world_ranks(self) -> None:
-        """Called by Lightning when the Trainer is constructed, and again in each process."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        _compat.set_rank_zero(self.global_rank)
 
     # -- set-up: intact module -> optimizers -> shards ---------------------------------------------------------------
 
@@ -386,10 +268,11 @@ class EffiStrategy(ParallelStrategy):
             module,
             plan,
             mesh=self._device_mesh,
-            data_parallel_group=self._data_parallel_group,
-            control_group=self._control_group,
+            data_parallel_group=self.data_parallel_group,
+            control_group=self.control_group,
             device=self.root_device,
             sync_every_backward=self.config.syncs_every_backward,
+            processes_per_node=self.num_processes,
         )
         if optimizers is not None:
             optimizers.attach(module)
@@ -500,42 +383,7 @@ class EffiStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return agree_on_length(dataloader, self._control_group)
-
-    # -- collectives -------------------------------------------------------------------------------------------------
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_available() and dist.is_initialized():
-            on_cuda = self.root_device.type == "cuda"
-            dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not (dist.is_available() and dist.is_initialized()):
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
-        """Over the data-parallel ranks: ranks that work on the same batch have the same value, and count once."""
-        if not isinstance(tensor, Tensor) or not self.is_distributed:
-            return tensor
-        return reduce_logged(tensor, group or self._data_parallel_group, reduce_op, self.lightning_module)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return _compat.all_gather_batch(tensor, group or self._data_parallel_group, sync_grads)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all ranks, whatever their batch."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
+        return agree_on_length(dataloader, self.control_group)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -568,8 +416,10 @@ class EffiStrategy(ParallelStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """``Trainer.init_module`` builds on the CPU; with ``empty_init=True`` parameters get values only in set-up, block
-        by block, or from a checkpoint."""
+        """``Trainer.init_module`` builds on the CPU.
+
+        With ``empty_init=True`` parameters get their values in set-up, block by block, or from a checkpoint.
+        """
         deferred = parameters_on_meta() if empty_init else nullcontext()
         with deferred, self.precision.tensor_init_context():
             yield
@@ -583,14 +433,24 @@ class EffiStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        """The base class would move the module to the CPU, which a sharded one must not be."""
-        if self._engine is not None:
-            self._engine.rest()
+        """After a run that went well, the module is an ordinary one again wherever the memory allows it."""
+        if self._engine is not None and self._finished_well() and self._engine.release(self.optimizers):
+            self._engine = None
+        elif self._engine is not None and self._finished_well():
+            rank_zero_info(
+                "lightning_effi: the module stays sharded, since it does not fit into the memory of one process. Use"
+                " trainer.save_checkpoint(), or go on with this Trainer"
+            )
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.precision.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
+
+    def _finished_well(self) -> bool:
+        """Not after an error, when the other ranks may be gone."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED
 
     @classmethod
     @override

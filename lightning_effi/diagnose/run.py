@@ -74,7 +74,7 @@ class RunProbe:
 
     def _parallel_step(self, module: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
         engine = self._strategy.engine
-        with restored(module), silent(module), NoDropout():
+        with engine.whole_window(), restored(module), silent(module), NoDropout():
             with self._strategy.precision.train_step_context():
                 loss = loss_of(engine.run_step(module.training_step, *args))
             engine.before_backward(loss)

@@ -78,10 +78,7 @@ def _is_plain_container(module: nn.Module) -> bool:
 def _parameter_owners(root: nn.Module) -> Counter[int]:
     """How many (module, name) places hold each parameter."""
     return Counter(
-        id(parameter)
-        for module in root.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
+        id(parameter) for module in root.modules() for parameter in module._parameters.values() if parameter is not None
     )
 
 

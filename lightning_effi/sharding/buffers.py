@@ -33,9 +33,7 @@ class BufferSync:
         """For each buffer, whether it may have changed on this rank since the last :meth:`send`."""
         current = self._stamps()
         training = self._module.training
-        return [
-            stamp != self._seen.get(name) or (training and name in self._silent) for name, stamp in current.items()
-        ]
+        return [stamp != self._seen.get(name) or (training and name in self._silent) for name, stamp in current.items()]
 
     def send(self, which: list[bool] | None = None) -> None:
         """Send the chosen buffers (all of them by default) from the first rank to the others."""

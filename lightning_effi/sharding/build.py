@@ -24,6 +24,7 @@ def build_engine(
     control_group: dist.ProcessGroup,
     device: torch.device,
     sync_every_backward: bool,
+    processes_per_node: int,
 ) -> Engine:
     """Put ``module`` on ``device`` as the plan says, with equal values on all ranks."""
     if plan.is_sharded:
@@ -35,6 +36,7 @@ def build_engine(
             control_group=control_group,
             device=device,
             sync_every_backward=sync_every_backward,
+            processes_per_node=processes_per_node,
         )
     if plan.layout.data_parallel_size > 1:
         return ReplicatedEngine(

@@ -6,12 +6,15 @@ module, reduces gradients, and leaves every parameter ready for the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_effi import _compat
 
 
 class StepRoot(nn.Module):
@@ -44,6 +47,11 @@ class Engine:
         """Inside, a backward is not the last one of its accumulation window."""
         yield
 
+    @contextmanager
+    def whole_window(self) -> Iterator[None]:
+        """Inside, a backward is a window of its own, also within :meth:`accumulate`."""
+        yield
+
     def before_backward(self, loss: Tensor) -> None:
         """Called right before autograd runs."""
 
@@ -69,6 +77,16 @@ class Engine:
 
     def watch(self, optimizer: Optimizer) -> None:
         """Let the engine know an optimizer whose parameters it manages."""
+
+    def release(self, optimizers: Sequence[Optimizer]) -> bool:
+        """At the end of a run: make the module an ordinary one on the CPU again.
+
+        Returns:
+            ``False`` if it must stay as it is because the whole module does not fit into this machine's memory.
+        """
+        self.module.cpu()
+        _compat.optimizers_to_device(optimizers, torch.device("cpu"))
+        return True
 
     def explain(self, exception: BaseException) -> None:
         """Add a note to ``exception`` where the engine knows more about its cause."""

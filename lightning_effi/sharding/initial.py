@@ -54,7 +54,7 @@ def parameters_on_meta() -> Iterator[None]:
         if parameter is not None and not parameter.is_meta:
             self._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -39,7 +39,7 @@ _MOMENTS = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.NAdam: 2, tor
 
 def moments(optimizers: Iterable[Optimizer]) -> int | None:
     """How many tensors of the parameter's shape the optimizers keep; ``None`` if that is not known for one of them."""
-    counts = set()
+    counts: set[int | None] = set()
     for optimizer in optimizers:
         if type(optimizer) is torch.optim.SGD:
             counts.add(int(any(group["momentum"] for group in optimizer.param_groups)))
@@ -53,8 +53,8 @@ def refuse_unshardable(optimizers: Iterable[Optimizer], zero_stage: int) -> None
     for optimizer in optimizers:
         if isinstance(optimizer, _UNSHARDABLE):
             raise ValueError(
-                f"zero_stage={zero_stage} shards the parameters, and {type(optimizer).__name__} needs each of them whole."
-                " Use zero_stage=0, or another optimizer"
+                f"zero_stage={zero_stage} shards the parameters, and {type(optimizer).__name__} needs each of them"
+                " whole. Use zero_stage=0, or another optimizer"
             )
 
 

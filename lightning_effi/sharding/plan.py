@@ -84,7 +84,9 @@ class ShardingPlan:
         trainable = sum(_shard_bytes(p, shards) for p in every if p.trainable) + replicated
         costs = {
             "parameters": sum(_shard_bytes(p, shards) for p in every) + sum(p.bytes for p in self.replicated),
-            "gradients": trainable if self.zero_stage >= 2 or not self.is_sharded else self._full_gradients + replicated,
+            "gradients": trainable
+            if self.zero_stage >= 2 or not self.is_sharded
+            else self._full_gradients + replicated,
         }
         if moments is not None:
             costs["optimizer states"] = moments * trainable

@@ -68,9 +68,7 @@ class OrderedReduction:
             self._order[self._next - 1].reduce()
 
     def _note_usage(self, group: LiveGroup) -> None:
-        self._used.update(
-            name for name, used in zip(group.parameter_names, group.with_gradient(), strict=True) if used
-        )
+        self._used.update(name for name, used in zip(group.parameter_names, group.with_gradient(), strict=True) if used)
 
     # -- after backward ----------------------------------------------------------------------------------------------
 
@@ -91,7 +89,8 @@ class OrderedReduction:
 
     def reduce_leftovers(self) -> None:
         """Reduce gradients that are still unreduced on any rank: of modules that ran twice, of weights used outside
-        their module's forward, of a window whose last step returned no loss."""
+        their module's forward, of a window whose last step returned no loss.
+        """
         late = [any(group.with_gradient()) for group in self._order]
         flags = self._agreement.any([*late, *self._buffers.changed()])
         self.changed_buffers = flags[len(late) :]
@@ -138,9 +137,7 @@ class OrderedReduction:
         """
         names = [name for group in self._order for name in group.parameter_names] + list(self._replicated)
         unreduced = any(any(group.with_gradient()) for group in self._order)
-        flags, same = self._agreement.any_and_same(
-            [*(name in self._used for name in names), unreduced], fingerprint
-        )
+        flags, same = self._agreement.any_and_same([*(name in self._used for name in names), unreduced], fingerprint)
         if flags[-1]:
             self.finish()
             return self.close_window(fingerprint) and same
@@ -157,7 +154,5 @@ class OrderedReduction:
         self._used.difference_update(name for name, p in self._named_parameters() if id(p) in parameters)
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        sharded = [
-            pair for group in self._order for pair in zip(group.parameter_names, group.parameters, strict=True)
-        ]
+        sharded = [pair for group in self._order for pair in zip(group.parameter_names, group.parameters, strict=True)]
         return [*sharded, *self._replicated.items()]

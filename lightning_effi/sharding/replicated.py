@@ -61,7 +61,8 @@ class ReplicatedEngine(Engine):
     @staticmethod
     def _run_manual(ddp: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Manual optimization runs backward inside the step: :meth:`before_backward` arms the reducer there, so DDP
-        must not arm it again when this forward ends."""
+        must not arm it again when this forward ends.
+        """
 
         def run(*args: Any, **kwargs: Any) -> Any:
             output = step(*args, **kwargs)
@@ -100,6 +101,18 @@ class ReplicatedEngine(Engine):
         else:
             with ddp.no_sync():
                 yield
+
+    @contextmanager
+    def whole_window(self) -> Iterator[None]:
+        ddp = self._current_ddp()
+        syncs = ddp is None or ddp.require_backward_grad_sync
+        if ddp is not None:
+            ddp.require_backward_grad_sync = True
+        try:
+            yield
+        finally:
+            if ddp is not None:
+                ddp.require_backward_grad_sync = syncs
 
     def before_backward(self, loss: Tensor) -> None:
         if self._ddp is not None and not getattr(self.module, "automatic_optimization", True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +20,11 @@ from lightning_effi.sharding.buffers import BufferSync
 from lightning_effi.sharding.engine import Engine, StepRoot
 from lightning_effi.sharding.group import LiveGroup
 from lightning_effi.sharding.initial import broadcast_states, materialize
+from lightning_effi.sharding.optimizers import DetachedOptimizers
 from lightning_effi.sharding.plan import ROOT, ShardingPlan
 from lightning_effi.sharding.reduction import OrderedReduction
+
+_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
 class ShardedEngine(Engine):
@@ -37,6 +42,7 @@ class ShardedEngine(Engine):
         control_group: the same ranks, with a backend for CPU tensors.
         device: where the shards live.
         sync_every_backward: reduce gradients in each backward of an accumulation window, or only in the last.
+        processes_per_node: how many processes share this machine's memory.
     """
 
     def __init__(
@@ -49,9 +55,17 @@ class ShardedEngine(Engine):
         control_group: dist.ProcessGroup,
         device: torch.device,
         sync_every_backward: bool,
+        processes_per_node: int,
     ) -> None:
         super().__init__(module)
+        if _compat.fsdp_groups(module):
+            raise ValueError(
+                f"{type(module).__name__} is still sharded by an earlier run whose weights did not fit into one"
+                " process; go on with that Trainer, or build the module anew and load a checkpoint"
+            )
+        _compat.read_scalars_globally()
         self._plan = plan
+        self._processes_per_node = processes_per_node
         self._gather_all = plan.zero_stage < 3
         self._sync_every_backward = sync_every_backward
         self._in_step = False
@@ -89,9 +103,7 @@ class ShardedEngine(Engine):
                 tensor.data = values
             target = self.root if name == ROOT else unit
             reshard = self._plan.zero_stage == 3 and name != ROOT
-            fully_shard(
-                target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored
-            )
+            fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
             _compat.fsdp_keep_class_name(target)
             done.update(id(buffer) for buffer in unit.buffers())
 
@@ -107,17 +119,34 @@ class ShardedEngine(Engine):
         return live
 
     def _register_hooks(self) -> None:
+        self._handles: list[Any] = []
         by_name = {group.name: group for group in self._groups}
         self._root_group = by_name.get(ROOT)
         blocks = {name for name in by_name if name != ROOT}
         for name, submodule in self.module.named_modules():
             if name in blocks:
-                if not self._gather_all:
-                    submodule.register_forward_pre_hook(lambda _m, _a, name=name: self._trace_call(name))
+                if self._gather_all:
+                    continue
+                hook: Callable[..., None] = partial(self._trace_call, name)
             elif name == ROOT or any(True for _ in submodule.parameters(recurse=False)):
-                submodule.register_forward_pre_hook(self._gather_outside_step)
+                hook = self._gather_outside_step
+            else:
+                continue
+            self._handles.append(submodule.register_forward_pre_hook(hook))
+        for name in _TOGGLES:
+            toggle = getattr(self.module, name, None)
+            if toggle is not None:
+                self.module.__dict__[name] = partial(self._toggle, toggle)
 
-    def _trace_call(self, name: str) -> None:
+    def _toggle(self, toggle: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Lightning sets ``requires_grad`` on the optimizers' parameters, which are the shards; in the middle of a step
+        the module computes with the full ones.
+        """
+        toggle(*args, **kwargs)
+        for group in self._groups:
+            group.sync_requires_grad()
+
+    def _trace_call(self, name: str, _module: nn.Module, _args: Any) -> None:
         """In stage 3 the blocks that ran decide the messages; remember them to compare over the ranks."""
         self._trace.append(name)
 
@@ -148,9 +177,7 @@ class ShardedEngine(Engine):
     def _gather(self) -> None:
         """Put full parameters into the module; two messages are under way at any time."""
         wanted = [
-            group
-            for group in self._groups
-            if group.is_sharded and (self._gather_all or group is self._root_group)
+            group for group in self._groups if group.is_sharded and (self._gather_all or group is self._root_group)
         ]
         with torch.no_grad(), torch.inference_mode(False):
             for index, group in enumerate(wanted):
@@ -174,6 +201,14 @@ class ShardedEngine(Engine):
             yield
         finally:
             self._window_open = False
+
+    @contextmanager
+    def whole_window(self) -> Iterator[None]:
+        was_open, self._window_open = self._window_open, False
+        try:
+            yield
+        finally:
+            self._window_open = was_open
 
     @property
     def _reduces_now(self) -> bool:
@@ -212,11 +247,6 @@ class ShardedEngine(Engine):
         self._reduction.discard({id(parameter) for parameter in self.module.parameters()})
         self._trace.clear()
 
-    def sync_requires_grad(self) -> None:
-        """Called when ``toggle_optimizer`` has set ``requires_grad`` on the optimizers' (sharded) parameters."""
-        for group in self._groups:
-            group.sync_requires_grad()
-
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def sync_buffers(self) -> None:
@@ -226,6 +256,24 @@ class ShardedEngine(Engine):
         if self._reduction.changed_buffers is not None and any(self._reduction.changed_buffers):
             self._buffers.send(self._reduction.changed_buffers)
             self._reduction.changed_buffers = None
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def release(self, optimizers: Sequence[Optimizer]) -> bool:
+        self.rest()
+        needed = sum(p.numel() * p.element_size() for p in self.module.parameters())
+        if self._agreement.any([needed * self._processes_per_node > 0.5 * available_memory()])[0]:
+            return False
+        for handle in self._handles:
+            handle.remove()
+        for name in _TOGGLES:
+            self.module.__dict__.pop(name, None)
+        detached = DetachedOptimizers(optimizers, self.module)
+        full = {id(p): _full(p) for group in self._groups for p in group.parameters}
+        _compat.fsdp_undo(self.root, full)
+        detached.attach(self.module)
+        self.module.cpu()
+        return True
 
     # -- errors ------------------------------------------------------------------------------------------------------
 
@@ -252,8 +300,20 @@ class ShardedEngine(Engine):
             )
 
 
+def available_memory() -> float:
+    """Bytes of this machine's memory that are free; infinity where the system does not tell."""
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (ValueError, OSError, AttributeError):  # not known on this system
+        return float("inf")
+
+
 def _entry(trace: list[str], place: int) -> str:
     return f"'{trace[place]}'" if place < len(trace) else "nothing more"
+
+
+def _full(parameter: Any) -> Tensor:
+    return parameter.detach().full_tensor().cpu()
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

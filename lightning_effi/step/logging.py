@@ -36,7 +36,7 @@ def reduce_logged(tensor: Tensor, group: Any, reduce_op: Any, module: pl.Lightni
     operation = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
     is_mean = operation in _MEAN
     if is_mean and not tensor.is_floating_point():
-        tensor = tensor.double()
+        tensor = tensor.to(torch.get_default_dtype())
     is_sum = operation in _SUM or operation == dist.ReduceOp.SUM
     trainer = None if module is None else module._trainer
     keys = [] if trainer is None or tensor.dim() or not (is_mean or is_sum) else _compat.synced_log_keys(trainer)

@@ -1,0 +1,198 @@
+"""Who takes part in a run, and how they talk: ranks, mesh, process groups and Lightning's collectives."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_effi import _compat
+from lightning_effi.config import EffiConfig
+from lightning_effi.layout import Layout
+from lightning_effi.step.logging import reduce_logged
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+
+
+class MeshStrategy(ParallelStrategy, ABC):
+    """A parallel strategy whose processes are laid out on the axes of a :class:`~lightning_effi.Layout`."""
+
+    config: EffiConfig
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_nodes = 1
+        self._layout: Layout | None = None
+        self._device_mesh: DeviceMesh | None = None
+        self._data_parallel_group: Any = None
+        self._control_group: Any = None
+
+    # -- who is who --------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """The size of each axis; known from the Trainer's construction on."""
+        if self._layout is None:
+            raise RuntimeError("strategy.layout is known once the Trainer has been constructed with this strategy")
+        return self._layout
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's mesh with the axes ``pp``, ``replicate``, ``shard`` and ``tp``; known once processes have started."""
+        if self._device_mesh is None:
+            raise RuntimeError("strategy.device_mesh is known once the processes have started (from setup() on)")
+        return self._device_mesh
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the :attr:`data_parallel_size` different batches this process works on."""
+        return self.layout.data_parallel_rank(self.global_rank)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many different batches are worked on at once."""
+        return self.layout.data_parallel_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Asked by Lightning before it injects distributed samplers and before it reduces logged values."""
+        return self.num_processes * self.num_nodes > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend asked for; ``None`` lets the device decide."""
+        return self.config.process_group_backend
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    @property
+    def needs_process_group(self) -> bool:
+        """One process needs none, unless it computes with other parameters than it stores."""
+        return self.is_distributed or self.precision_plugin.compute.everywhere  # type: ignore[attr-defined]
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the ranks that average gradients."""
+        return self._data_parallel_group
+
+    @property
+    def control_group(self) -> Any:
+        """The same ranks, with a backend for CPU tensors."""
+        return self._control_group
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def resolve_layout(self) -> None:
+        """Fit the configured sizes into the number of processes, which the Trainer knows by now."""
+        self._layout = Layout.resolve(
+            self.num_processes * self.num_nodes,
+            zero_stage=self.config.zero_stage,
+            data_parallel_size=self.config.data_parallel_size,
+            replicate_size=self.config.replicate_size,
+            tensor_parallel_size=self.config.tensor_parallel_size,
+            pipeline_parallel_size=self.config.pipeline_parallel_size,
+        )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        _compat.reset_seed()
+        self.set_world_ranks()
+        if not self.needs_process_group:
+            return
+        assert self.cluster_environment is not None
+        _compat.init_process_group(
+            self.cluster_environment,
+            self.config.process_group_backend or _compat.default_backend(self.root_device),
+            self.config.timeout,
+            device_id=None if self.root_device.type == "cpu" else self.root_device,
+        )
+        if self._device_mesh is None:
+            self._device_mesh = self.layout.device_mesh(self.root_device.type)
+            self._data_parallel_group = _compat.flatten_mesh(
+                self._device_mesh["replicate", "shard"], "data_parallel"
+            ).get_group()
+            self._control_group = self._make_control_group()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _make_control_group(self) -> Any:
+        """The data-parallel ranks again, with a backend for CPU tensors; every rank must make every group."""
+        if self.root_device.type == "cpu":
+            return self._data_parallel_group
+        layout, mine = self.layout, None
+        for first in range(layout.world_size):
+            place = layout.coordinates(first)
+            if place.replicate == 0 and place.shard == 0:
+                ranks = [
+                    rank
+                    for rank in range(layout.world_size)
+                    if (layout.coordinates(rank).pp, layout.coordinates(rank).tp) == (place.pp, place.tp)
+                ]
+                group = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
+                mine = group if self.global_rank in ranks else mine
+        return mine
+
+    def set_world_ranks(self) -> None:
+        """Called by Lightning when the Trainer is constructed, and again in each process."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _compat.set_rank_zero(self.global_rank)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_available() and dist.is_initialized():
+            on_cuda = self.root_device.type == "cuda"
+            dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not (dist.is_available() and dist.is_initialized()):
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Over the data-parallel ranks: ranks that work on the same batch have the same value, and count once."""
+        if not isinstance(tensor, Tensor) or not self.is_distributed:
+            return tensor
+        return reduce_logged(tensor, group or self.data_parallel_group, reduce_op, self.lightning_module)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return _compat.all_gather_batch(tensor, group or self.data_parallel_group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks, whatever their batch."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(votes)
+        return bool(votes == self.world_size) if all else bool(votes)
