@@ -334,9 +334,9 @@ def unwrap_lightning_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def synced_log_keys(trainer: pl.Trainer) -> list[str]:
-    """Names under which the running loop holds plain values that are to be reduced over the ranks (``sync_dist``)."""
+    """Names of the plain values that the running loop is to reduce over the ranks (``sync_dist``), in that order."""
     results: dict[str, Any] = trainer._results or {}
-    return sorted(key for key, result in results.items() if result.is_tensor and result.meta.sync.should)
+    return [key for key, result in results.items() if result.is_tensor and result.meta.sync.should]
 
 
 def precision_flag(trainer: pl.Trainer) -> str:

@@ -187,6 +187,8 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if hasattr(tensor, "full_tensor"):  # a parameter between steps is a shard; stock gathers whole copies
+            tensor = tensor.full_tensor()
         return _compat.all_gather_batch(tensor, group or self.data_parallel_group, sync_grads)
 
     @override

@@ -46,7 +46,8 @@ class RunCheckpoint:
         strategy = self._strategy
         if not self._is_sharded:
             if strategy.is_global_zero:
-                strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+                with sharded.moved_aside(Path(filepath)):
+                    strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options are not used with checkpoints='sharded', which writes a directory itself")

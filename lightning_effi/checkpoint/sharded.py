@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def save(
         ]
     unfinished = path.with_name(path.name + _UNFINISHED)
     if is_first_rank:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
         unfinished.mkdir(parents=True)
         torch.save(rest, unfinished / TRAINER_FILE)
     barrier()
@@ -164,15 +165,33 @@ def _read(path: Path, targets: dict[str, Tensor]) -> None:
 
 def _replace(unfinished: Path, path: Path) -> None:
     """Put the finished directory in place; an older checkpoint of that name stays until the moment before."""
+    with moved_aside(path, also_files=True):
+        unfinished.rename(path)
+
+
+@contextmanager
+def moved_aside(path: Path, also_files: bool = False) -> Iterator[None]:
+    """Make room for a new checkpoint under a name that a directory has; the old one comes back if writing fails."""
+    if not (path.is_dir() or (also_files and path.exists())):
+        yield
+        return
     old = path.with_name(path.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    unfinished.rename(path)
-    if old.is_dir():
-        shutil.rmtree(old)
+    _remove(old)
+    path.rename(old)
+    try:
+        yield
+    except BaseException:
+        _remove(path)
+        old.rename(path)
+        raise
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
     else:
-        old.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -15,8 +15,10 @@ from lightning_effi.sharding.plan import Compute, ShardGroup
 class LiveGroup:
     """A :class:`~lightning_effi.sharding.plan.ShardGroup` with its FSDP2 parameter group.
 
-    Three methods of FSDP2's group are shadowed here and nowhere else:
+    Four methods of FSDP2's group are shadowed here and nowhere else:
 
+    * ``_register_post_backward_hook`` counts the forwards whose backward will come back to this group, so that a
+      module that ran several times is reduced once;
     * ``post_backward`` asks us first, so that all ranks reduce in one agreed order;
     * ``wait_for_unshard`` runs outside inference mode, because the full parameters live on and are trained later;
     * ``_to_sharded`` first writes back what a step changed in place in the full parameters (the moving average of a
@@ -32,15 +34,28 @@ class LiveGroup:
         self._run_post_backward = fsdp_group.post_backward
         self._wait_for_unshard = fsdp_group.wait_for_unshard
         self._to_sharded = fsdp_group._to_sharded
+        self._register = fsdp_group._register_post_backward_hook
         self._shard_versions: list[int] = []
+        self._awaited = 0
+        _compat.fsdp_override(fsdp_group, "_register_post_backward_hook", self._register_and_count)
         _compat.fsdp_override(fsdp_group, "wait_for_unshard", self._wait_outside_inference_mode)
         _compat.fsdp_override(fsdp_group, "_to_sharded", self._write_back_and_shard)
         dtypes = [compute.dtype if name in plan.low_precision else None for name in self.parameter_names]
         _compat.fsdp_set_compute_dtypes(fsdp_group, dtypes, compute.reduce_dtype)
 
     def on_post_backward(self, callback: Callable[[LiveGroup], None]) -> None:
-        """Call ``callback(self)`` whenever autograd has finished with this group's parameters."""
-        _compat.fsdp_override(self._group, "post_backward", lambda *unused: callback(self))
+        """Call ``callback(self)`` whenever autograd has finished with one use of this group's parameters."""
+
+        def post_backward(*_unused: Any) -> None:
+            self._awaited -= 1
+            callback(self)
+
+        _compat.fsdp_override(self._group, "post_backward", post_backward)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether autograd will come back to this group in the current backward."""
+        return self._awaited > 0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -94,6 +109,7 @@ class LiveGroup:
 
     def settle(self) -> None:
         """Forget everything FSDP2 noted about forwards without a backward."""
+        self._awaited = 0
         _compat.fsdp_reset_idle(self._group)
         _compat.fsdp_forget_forward_order(self._group)
 
@@ -107,6 +123,12 @@ class LiveGroup:
         """Let the full parameters follow a ``requires_grad`` that was set on the sharded ones."""
         for param in self._params:
             _compat.fsdp_sync_requires_grad(param)
+
+    def _register_and_count(self, args: Any, kwargs: Any) -> Any:
+        registered = self._register(args, kwargs)
+        if registered[0] is not args or registered[1] is not kwargs:
+            self._awaited += 1
+        return registered
 
     def _wait_outside_inference_mode(self) -> None:
         was_sharded = self._group.is_sharded

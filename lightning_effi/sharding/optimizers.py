@@ -136,6 +136,7 @@ class LocalStep:
         self._optimizer = optimizer
         self._locals: dict[int, nn.Parameter] = {}
         self._entered: list[tuple[dict[str, Any], list[nn.Parameter]]] | None = None
+        self._wrapped: dict[int, dict[str, Any]] = {}
 
     @staticmethod
     def serves(optimizer: Optimizer) -> bool:
@@ -152,7 +153,7 @@ class LocalStep:
             group["params"] = [self._local(parameter) for parameter in sharded]
             for parameter, local in zip(sharded, group["params"], strict=True):
                 if local is not parameter and parameter in state:
-                    entries = state.pop(parameter)
+                    entries = self._wrapped[id(parameter)] = state.pop(parameter)
                     state[local] = {key: _compat.local_tensor(v) for key, v in entries.items()}  # type: ignore[arg-type]
 
     def exit(self) -> None:
@@ -166,10 +167,14 @@ class LocalStep:
                     continue
                 local.grad = None
                 if local in state:
-                    entries = state.pop(local)
-                    state[parameter] = {key: self._wrap(value, parameter, local) for key, value in entries.items()}
+                    wrapped = self._wrapped.get(id(parameter), {})
+                    state[parameter] = {
+                        key: self._wrap(value, wrapped.get(key), parameter, local)
+                        for key, value in state.pop(local).items()
+                    }
             group["params"] = sharded
         self._entered = None
+        self._wrapped.clear()
 
     def _local(self, parameter: nn.Parameter) -> nn.Parameter:
         shard = _compat.local_tensor(parameter)
@@ -183,7 +188,9 @@ class LocalStep:
         return local
 
     @staticmethod
-    def _wrap(value: Any, parameter: Any, local: Tensor) -> Any:
+    def _wrap(value: Any, before: Any, parameter: Any, local: Tensor) -> Any:
+        if isinstance(before, Tensor) and _compat.local_tensor(before) is value:
+            return before  # updated in place, as moments are: its DTensor still stands
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == local.shape:
             return _compat.wrap_local(value, parameter)
         return value

@@ -58,8 +58,8 @@ class OrderedReduction:
         if not group.reduces:
             group.keep_unreduced()
             return
-        if group in self._ready:
-            return  # its module ran twice; the later gradients are reduced when backward has ended
+        if group.is_awaited or group in self._ready:
+            return  # its module ran more than once; what comes after the reduction is reduced when backward has ended
         self._ready.add(group)
         if self._finished_in is not None:
             self._finished_in.append(group)

@@ -41,8 +41,13 @@ class ReplicatedEngine(Engine):
         module.to(device)
         self.sync_states()
         self._root = StepRoot(module)
+        if device.type == "cpu":
+            # DDP warns whenever its search finds every parameter used. One that never is keeps it quiet; on CUDA it
+            # would make the host wait for the device at the end of each backward, which is worse than a warning.
+            self._root.register_parameter("never_used", nn.Parameter(torch.zeros(1)))
+        self._parameters = list(module.parameters())
         self._ddp: DistributedDataParallel | None = None
-        self._trainable: list[int] = []
+        self._trainable: list[bool] = []
 
     def sync_states(self) -> None:
         """Overwrite parameters and buffers with the first rank's."""
@@ -75,10 +80,10 @@ class ReplicatedEngine(Engine):
             ddp.require_backward_grad_sync = True
 
     def _current_ddp(self) -> DistributedDataParallel | None:
-        trainable = [id(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
+        trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable
-            self._ddp = self._build() if trainable else None
+            self._ddp = self._build() if any(trainable) else None
         return self._ddp
 
     def _build(self) -> DistributedDataParallel:

@@ -68,8 +68,10 @@ def _raise_different_names(everybody: list[list[str]]) -> None:
     common = set(everybody[0]).intersection(*everybody[1:])
     only = {rank: sorted(set(keys) - common) for rank, keys in enumerate(everybody)}
     listing = "; ".join(f"rank {rank} only: {', '.join(keys)}" for rank, keys in only.items() if keys)
+    if not listing:
+        listing = "; ".join(f"order of rank {rank}: {', '.join(keys)}" for rank, keys in enumerate(everybody))
     raise RuntimeError(
-        "self.log(..., sync_dist=True) was called under different names on different ranks, whose values would be"
-        f" averaged with each other ({listing}). Log the same names on all ranks, or use sync_dist=False for those that"
-        " depend on the batch"
+        "self.log(..., sync_dist=True) was called under different names, or in another order, on different ranks, whose"
+        f" values would be averaged with each other ({listing}). Log the same names in the same order on all ranks, or"
+        " use sync_dist=False for those that depend on the batch"
     )
