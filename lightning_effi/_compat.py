@@ -339,6 +339,41 @@ def synced_log_keys(trainer: pl.Trainer) -> list[str]:
     return [key for key, result in results.items() if result.is_tensor and result.meta.sync.should]
 
 
+def registered_signal_handler(signum: int) -> list[Any] | None:
+    """What Lightning registered for a signal (``_HandlersCompose``); ``None`` if the handler is somebody else's."""
+    import signal
+
+    from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+
+    handler = signal.getsignal(signum)
+    return list(handler.signal_handlers) if isinstance(handler, _HandlersCompose) else None
+
+
+def is_sigterm_notifier(handler: Any) -> bool:
+    """Whether this is Lightning's SIGTERM handler, which broadcasts from inside the handler."""
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+    return getattr(handler, "__func__", None) is _SignalConnector._sigterm_notifier_fn
+
+
+def mark_sigterm(trainer: pl.Trainer) -> bool:
+    """Set the flag that the training loop looks at; returns whether it was not set before."""
+    connector = trainer._signal_connector
+    first_time = not connector.received_sigterm
+    connector.received_sigterm = True
+    return first_time
+
+
+def slurm_requeue_signal(trainer: pl.Trainer) -> int | None:
+    """The signal by which SLURM announces a requeue; ``None`` outside SLURM or without auto-requeue."""
+    from lightning.fabric.plugins.environments import SLURMEnvironment
+
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return environment.requeue_signal
+    return None
+
+
 def precision_flag(trainer: pl.Trainer) -> str:
     """The value of ``Trainer(precision=...)``; ``"32-true"`` where it was not given."""
     return trainer._accelerator_connector._precision_flag

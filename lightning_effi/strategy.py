@@ -51,6 +51,7 @@ from lightning_effi.sharding.optimizers import DetachedOptimizers, moments, refu
 from lightning_effi.sharding.plan import plan_sharding
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
+from lightning_effi.step.signals import DeferredSignals
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -164,10 +165,12 @@ class EffiStrategy(MeshStrategy):
             precision_plugin=precision_plugin,
         )
         self._plan: Plan | None = None
+        self._shown_plan = ""
         self._engine: Engine | None = None
         self._window = AccumulationWindow(exact=exact_accumulation)
         self._checkpoint = RunCheckpoint(self)
         self._probe = RunProbe(self)
+        self._signals = DeferredSignals()
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
@@ -246,7 +249,7 @@ class EffiStrategy(MeshStrategy):
             self.setup_optimizers(trainer)
         self._prepare_optimizers(trainer)
         self.setup_precision_plugin()
-        rank_zero_info(str(self.plan))
+        self._show_plan()
         self.barrier("setup")
 
     def _setup_module(self, trainer: pl.Trainer, fitting: bool) -> None:
@@ -276,6 +279,12 @@ class EffiStrategy(MeshStrategy):
         )
         if optimizers is not None:
             optimizers.attach(module)
+
+    def _show_plan(self) -> None:
+        """Once, unless it has changed (another module, another optimizer)."""
+        if (text := str(self.plan)) != self._shown_plan:
+            self._shown_plan = text
+            rank_zero_info(text)
 
     def _prepare_optimizers(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -363,6 +372,15 @@ class EffiStrategy(MeshStrategy):
         finally:
             self.engine.after_optimizer_step()
 
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._signals.install(self.lightning_module.trainer, self.control_group)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._signals.between_batches()
+
     # -- evaluation and data -----------------------------------------------------------------------------------------
 
     @override
@@ -434,23 +452,28 @@ class EffiStrategy(MeshStrategy):
     @override
     def teardown(self) -> None:
         """After a run that went well, the module is an ordinary one again wherever the memory allows it."""
-        if self._engine is not None and self._finished_well() and self._engine.release(self.optimizers):
-            self._engine = None
-        elif self._engine is not None and self._finished_well():
-            rank_zero_info(
-                "lightning_effi: the module stays sharded, since it does not fit into the memory of one process. Use"
-                " trainer.save_checkpoint(), or go on with this Trainer"
-            )
+        if self._engine is not None and not self.is_interrupted:
+            self._release_module()
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.precision.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
 
-    def _finished_well(self) -> bool:
-        """Not after an error, when the other ranks may be gone."""
+    def _release_module(self) -> None:
+        if self.engine.release(self.optimizers):
+            self._engine = None
+        else:
+            rank_zero_info(
+                "lightning_effi: the module stays sharded, since it does not fit into the memory of one process. Use"
+                " trainer.save_checkpoint(), or go on with this Trainer"
+            )
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run ends in an error, when the other ranks may be gone."""
         assert self.lightning_module is not None
-        return self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED
+        return self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     @classmethod
     @override

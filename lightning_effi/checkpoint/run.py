@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_effi import _compat
@@ -13,6 +15,8 @@ from lightning_effi.checkpoint import full, sharded
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
+
+_MEETING_TIME = timedelta(seconds=8)
 
 
 class RunCheckpoint:
@@ -30,6 +34,7 @@ class RunCheckpoint:
         """``full``: everything on rank zero. ``sharded``: each rank's own part. All ranks must call this."""
         module = self._strategy.lightning_module
         assert module is not None
+        self._meet_after_error()
         self._settle()
         if self._is_sharded:
             return module.state_dict()
@@ -98,6 +103,21 @@ class RunCheckpoint:
             return
         for optimizer, state in zip(optimizers, states, strict=True):
             full.load_optimizer(optimizer, state)
+
+    def _meet_after_error(self) -> None:
+        """A callback may save when a rank has failed; gathering shards would then wait for ranks that never come.
+
+        Raises:
+            RuntimeError: where they are not all here within seconds.
+        """
+        strategy = self._strategy
+        if strategy.has_engine and strategy.is_distributed and strategy.is_interrupted:
+            try:
+                dist.monitored_barrier(strategy.control_group, timeout=_MEETING_TIME)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "no checkpoint was written after the error, since not all ranks came to save their shards"
+                ) from error
 
     def _settle(self) -> None:
         """Shards must be the live parameters, and buffers those of the first rank."""

@@ -1,0 +1,74 @@
+"""Tensors of which each rank holds a piece, put together again outside of the processes that trained.
+
+Not ``DTensor.full_tensor``: that costs one collective a tensor, takes one copy of what is held several times without
+looking at the others, and is part of what is being tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a tensor, held by one rank.
+
+    Attributes:
+        values: The part.
+        offset: Where in the whole it begins, one index a dim.
+        shape: Shape of the whole.
+    """
+
+    values: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """What this rank holds of ``tensor``, copied."""
+    shape = tuple(tensor.shape)
+    offset: tuple[int, ...] = (0,) * len(shape)
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        assert not any(placement.is_partial() for placement in tensor.placements), "a sum that was never reduced"
+        _, offset = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+        tensor = tensor.to_local()
+    return Piece(tensor.cpu().clone(), offset, shape)
+
+
+def assemble(held: Sequence[Mapping[str, Piece]], what: str) -> dict[str, Tensor]:
+    """Whole tensors by name, from what each rank holds.
+
+    Raises:
+        AssertionError: Something is held by no rank, or differently by two.
+    """
+    names = list(dict.fromkeys(name for pieces in held for name in pieces))
+    return {
+        name: _assemble({rank: pieces[name] for rank, pieces in enumerate(held) if name in pieces}, f"{what}: {name}")
+        for name in names
+    }
+
+
+def _assemble(pieces: Mapping[int, Piece], what: str) -> Tensor:
+    first = next(iter(pieces.values()))
+    whole = torch.empty(first.shape, dtype=first.values.dtype)
+    known = torch.zeros(first.shape, dtype=torch.bool)
+    for rank, piece in pieces.items():
+        assert piece.shape == first.shape, f"{what} has shape {piece.shape} on rank {rank}, {first.shape} before"
+        assert piece.values.dtype == whole.dtype, f"{what} is {piece.values.dtype} on rank {rank}, {whole.dtype} before"
+        if piece.values.numel() == 0:
+            continue  # the shard of a rank beyond the end of a small tensor
+        region = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.values.shape, strict=True))
+        twice = known[region]
+        same = torch.allclose(whole[region][twice], piece.values[twice], rtol=0.0, atol=0.0, equal_nan=True)
+        assert same, f"{what} is held by rank {rank} with other values than by the ranks before it"
+        whole[region] = piece.values
+        known[region] = True
+    assert bool(known.all()), f"{what}: {int((~known).sum())} of {known.numel()} elements are held by no rank"
+    return whole
