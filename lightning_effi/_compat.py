@@ -44,6 +44,11 @@ def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> 
     dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, src)
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread (``torch._C._current_graph_task_id``)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # torch: FSDP2. A "group" below is a torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.
 

@@ -25,8 +25,10 @@ class LiveGroup:
       teacher, clamped weights), which would otherwise be lost with them.
     """
 
-    def __init__(self, plan: ShardGroup, fsdp_group: Any, compute: Compute, names: dict[int, str]) -> None:
-        """``names`` tells the name of each sharded parameter by its ``id``."""
+    def __init__(
+        self, plan: ShardGroup, fsdp_group: Any, compute: Compute, names: dict[int, str], regathers: bool
+    ) -> None:
+        """``names``: of each sharded parameter by its ``id``. ``regathers``: backward gathers afresh (stage 3)."""
         self.name = plan.module
         self._group = fsdp_group
         self._params = _compat.fsdp_params(fsdp_group)
@@ -37,6 +39,7 @@ class LiveGroup:
         self._register = fsdp_group._register_post_backward_hook
         self._shard_versions: list[int] = []
         self._awaited = 0
+        self._regathers = regathers
         _compat.fsdp_override(fsdp_group, "_register_post_backward_hook", self._register_and_count)
         _compat.fsdp_override(fsdp_group, "wait_for_unshard", self._wait_outside_inference_mode)
         _compat.fsdp_override(fsdp_group, "_to_sharded", self._write_back_and_shard)
@@ -141,7 +144,8 @@ class LiveGroup:
             self._shard_versions = [_compat.local_tensor(p)._version for p in self.parameters]
 
     def _write_back_and_shard(self) -> None:
-        if not self._group.is_sharded:
+        # what backward gathered came from the shards, and nobody writes into it
+        if not self._group.is_sharded and not (self._regathers and _compat.in_backward()):
             self._write_back()
         self._to_sharded()
 

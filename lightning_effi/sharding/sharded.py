@@ -114,7 +114,8 @@ class ShardedEngine(Engine):
         for fsdp_group in _compat.fsdp_groups(self.root):
             first = names[id(_compat.fsdp_sharded_param(_compat.fsdp_params(fsdp_group)[0]))]
             plan = next(p for p in plans.values() if any(info.name == first for info in p.parameters))
-            live.append(LiveGroup(plan, fsdp_group, self._plan.compute, names))
+            regathers = self._plan.zero_stage == 3 and plan.module != ROOT
+            live.append(LiveGroup(plan, fsdp_group, self._plan.compute, names, regathers))
         _compat.fsdp_initialize(self.root)
         return live
 
