@@ -5,6 +5,7 @@ Importing this package registers the strategies ``effi``, ``effi_zero1``, ``effi
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_effi import _compat
 from lightning_effi.config import (
     ActivationCheckpointing,
     Checkpoints,
@@ -20,6 +21,7 @@ from lightning_effi.strategy import EffiStrategy
 __version__ = "0.1.0"
 
 EffiStrategy.register_strategies(StrategyRegistry)
+_compat.allow_compiled_modules(EffiStrategy)
 
 __all__ = [
     "ActivationCheckpointing",

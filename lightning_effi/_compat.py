@@ -344,6 +344,23 @@ def synced_log_keys(trainer: pl.Trainer) -> list[str]:
     return [key for key, result in results.items() if result.is_tensor and result.meta.sync.should]
 
 
+def allow_compiled_modules(strategy_type: type) -> None:
+    """Let ``trainer.fit(torch.compile(module))`` through for a strategy of our own.
+
+    Lightning asks ``_verify_strategy_supports_compile``, which knows three of its own classes by name; the function is
+    wrapped where the Trainer looks it up, and every other strategy is still judged by Lightning.
+    """
+    from lightning.pytorch.trainer import trainer as trainer_module
+
+    original = trainer_module._verify_strategy_supports_compile
+
+    def verify(model: Any, strategy: Any) -> None:
+        if not isinstance(strategy, strategy_type):
+            original(model, strategy)
+
+    trainer_module._verify_strategy_supports_compile = verify
+
+
 def registered_signal_handler(signum: int) -> list[Any] | None:
     """What Lightning registered for a signal (``_HandlersCompose``); ``None`` if the handler is somebody else's."""
     import signal

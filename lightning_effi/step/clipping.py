@@ -6,6 +6,7 @@ norm of the whole, unsharded gradient: shards are added up over their ranks, rep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
         by_placement.setdefault(_placement(gradient), []).append(_compat.local_tensor(gradient))
     parts = []
     for placement, gradients in by_placement.items():
-        part = torch.nn.utils.get_total_norm(gradients, norm_type)
+        # a rank may hold no row of a short parameter, and an empty tensor has no maximum
+        part = torch.nn.utils.get_total_norm([g for g in gradients if g.numel()], norm_type)
+        dtype = functools.reduce(torch.promote_types, (g.dtype for g in gradients))
+        part = part.to(gradients[0].device, dtype)  # also where nothing was left, so that all ranks send alike
         if norm_type != torch.inf:
             part = part**norm_type
         parts.append(_reduce_over_shards(part, placement, norm_type))

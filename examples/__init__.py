@@ -1,0 +1,1 @@
+"""A small GPT trained on the sources of Python's standard library; run by ``make demo``."""
