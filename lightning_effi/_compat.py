@@ -339,9 +339,13 @@ def unwrap_lightning_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def synced_log_keys(trainer: pl.Trainer) -> list[str]:
-    """Names of the plain values that the running loop is to reduce over the ranks (``sync_dist``), in that order."""
+    """Names of the plain values that the running loop is to reduce over the ranks (``sync_dist``), in that order.
+
+    Values with ``rank_zero_only`` are logged by one rank and reduced by none.
+    """
     results: dict[str, Any] = trainer._results or {}
-    return [key for key, result in results.items() if result.is_tensor and result.meta.sync.should]
+    tensors = {key: result.meta.sync for key, result in results.items() if result.is_tensor}
+    return [key for key, sync in tensors.items() if sync.should and not sync.rank_zero_only]
 
 
 def allow_compiled_modules(strategy_type: type) -> None:

@@ -123,17 +123,14 @@ class ShardedEngine(Engine):
         self._handles: list[Any] = []
         by_name = {group.name: group for group in self._groups}
         self._root_group = by_name.get(ROOT)
-        blocks = {name for name in by_name if name != ROOT}
-        for name, submodule in self.module.named_modules():
-            if name in blocks:
-                if self._gather_all:
-                    continue
-                hook: Callable[..., None] = partial(self._trace_call, name)
-            elif name == ROOT or any(True for _ in submodule.parameters(recurse=False)):
-                hook = self._gather_outside_step
-            else:
-                continue
-            self._handles.append(submodule.register_forward_pre_hook(hook))
+        in_root = self._root_group.parameter_names if self._root_group is not None else []
+        for owner in {ROOT, *(name.rpartition(".")[0] for name in in_root)}:
+            hook = self.module.get_submodule(owner).register_forward_pre_hook(self._gather_outside_step)
+            self._handles.append(hook)
+        if not self._gather_all:
+            for name in by_name.keys() - {ROOT}:
+                hook = self.module.get_submodule(name).register_forward_pre_hook(partial(self._trace_call, name))
+                self._handles.append(hook)
         for name in _TOGGLES:
             toggle = getattr(self.module, name, None)
             if toggle is not None:
