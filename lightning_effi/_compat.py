@@ -240,6 +240,26 @@ def read_scalars_globally() -> None:
     handlers[torch.ops.aten._local_scalar_dense.default] = read
 
 
+def log_scalars_globally() -> None:
+    """Let ``self.log`` keep the global value of a sharded scalar instead of the scalar itself.
+
+    Progress bars read logged values on the first rank alone; of a partial result that read would be a collective that
+    the other ranks do not enter, and the run would hang. Process-wide, and without effect on plain tensors.
+    """
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+    from torch.distributed.tensor import DTensor
+
+    original = _ResultMetric.update
+    if hasattr(original, "reads_dtensors"):
+        return
+
+    def update(self: Any, value: Any, batch_size: int) -> None:
+        original(self, value.full_tensor() if isinstance(value, DTensor) else value, batch_size)
+
+    update.reads_dtensors = True  # type: ignore[attr-defined]
+    _ResultMetric.update = update  # type: ignore[method-assign]
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor on this rank, without autograd (``DTensor._local_tensor``); a plain tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -45,10 +45,11 @@ from lightning_effi.mesh import MeshStrategy
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
 from lightning_effi.sharding.build import build_engine
+from lightning_effi.sharding.deferred import parameters_on_meta
 from lightning_effi.sharding.engine import Engine
-from lightning_effi.sharding.initial import parameters_on_meta
-from lightning_effi.sharding.optimizers import DetachedOptimizers, moments, refuse_unshardable
+from lightning_effi.sharding.optimizers import DetachedOptimizers, moments
 from lightning_effi.sharding.plan import plan_sharding
+from lightning_effi.sharding.refuse import refuse_averaging_of_shards, refuse_unshardable
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
 from lightning_effi.step.signals import DeferredSignals
@@ -264,6 +265,7 @@ class EffiStrategy(MeshStrategy):
         plan = plan_sharding(module, self.layout, self.config.zero_stage, self.precision.compute)
         if plan.is_sharded:
             refuse_unshardable(self.optimizers, self.config.zero_stage)
+            refuse_averaging_of_shards(trainer, self.config.zero_stage)
         self._plan = Plan(self.layout, plan, self.precision.precision, moments(self.optimizers))
         self._probe.before_sharding(module)
         optimizers = DetachedOptimizers(self.optimizers, module) if plan.is_sharded else None
@@ -377,10 +379,6 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self._signals.install(self.lightning_module.trainer, self.control_group)
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._signals.between_batches()
-
     # -- evaluation and data -----------------------------------------------------------------------------------------
 
     @override
@@ -461,8 +459,11 @@ class EffiStrategy(MeshStrategy):
         self.accelerator.teardown()
 
     def _release_module(self) -> None:
+        assert self.lightning_module is not None
         if self.engine.release(self.optimizers):
             self._engine = None
+            if self._layer_sync is not None:
+                self._layer_sync.revert(self.lightning_module)
         else:
             rank_zero_info(
                 "lightning_effi: the module stays sharded, since it does not fit into the memory of one process. Use"

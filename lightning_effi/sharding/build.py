@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_effi.sharding.deferred import DeferredValues
 from lightning_effi.sharding.engine import Engine
-from lightning_effi.sharding.initial import materialize
 from lightning_effi.sharding.plan import ShardingPlan
 from lightning_effi.sharding.replicated import ReplicatedEngine
 from lightning_effi.sharding.sharded import ShardedEngine
@@ -42,6 +42,6 @@ def build_engine(
         return ReplicatedEngine(
             module, group=data_parallel_group, device=device, sync_every_backward=sync_every_backward
         )
-    materialize(module, device)
+    DeferredValues(module).fill_through(module)
     module.to(device)
     return Engine(module)

@@ -31,9 +31,6 @@ ELEMENTWISE = (
     torch.optim.Rprop,
 )
 
-# Couples all parameters through dot products over flattened copies, or needs sparse gradients.
-_UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
-
 _MOMENTS = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.NAdam: 2, torch.optim.RAdam: 2}
 
 
@@ -46,16 +43,6 @@ def moments(optimizers: Iterable[Optimizer]) -> int | None:
         else:
             counts.add(_MOMENTS.get(type(optimizer)))
     return counts.pop() if len(counts) == 1 else None
-
-
-def refuse_unshardable(optimizers: Iterable[Optimizer], zero_stage: int) -> None:
-    """Raise for optimizers that cannot work on shards."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, _UNSHARDABLE):
-            raise ValueError(
-                f"zero_stage={zero_stage} shards the parameters, and {type(optimizer).__name__} needs each of them"
-                " whole. Use zero_stage=0, or another optimizer"
-            )
 
 
 class DetachedOptimizers:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_effi import _compat
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.buffers import BufferSync
 from lightning_effi.sharding.group import LiveGroup
@@ -48,6 +49,7 @@ class OrderedReduction:
         self._next = 0
         self._used: set[str] = set()
         self.changed_buffers: list[bool] | None = None
+        self.has_direct_gradients = False  # whether shards may have gradients that did not come through a reduction
         for live in groups:
             live.on_post_backward(self._on_post_backward)
 
@@ -135,17 +137,23 @@ class OrderedReduction:
         Returns:
             Whether all ranks passed the same ``fingerprint``.
         """
-        names = [name for group in self._order for name in group.parameter_names] + list(self._replicated)
+        parameters = self._named_parameters()
         unreduced = any(any(group.with_gradient()) for group in self._order)
-        flags, same = self._agreement.any_and_same([*(name in self._used for name in names), unreduced], fingerprint)
+        used_here = [self._is_used(name, parameter) for name, parameter in parameters]
+        flags, same = self._agreement.any_and_same([*used_here, unreduced], fingerprint)
         if flags[-1]:
             self.finish()
             return self.close_window(fingerprint) and same
-        used = dict(zip(names, flags, strict=False))
-        for name, parameter in self._named_parameters():
-            if not used[name]:
+        for (_, parameter), used in zip(parameters, flags, strict=False):
+            if not used:
                 parameter.grad = None
         return same
+
+    def _is_used(self, name: str, parameter: nn.Parameter) -> bool:
+        if name in self._used:
+            return True
+        gradient = parameter.grad
+        return self.has_direct_gradients and gradient is not None and bool(_compat.local_tensor(gradient).any())
 
     def discard(self, parameters: set[int]) -> None:
         """``zero_grad`` for the parameters with these ``id``s: also forget gradients that were not reduced yet."""

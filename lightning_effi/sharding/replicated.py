@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_effi import _compat
+from lightning_effi.sharding.deferred import DeferredValues
 from lightning_effi.sharding.engine import Engine, StepRoot
-from lightning_effi.sharding.initial import broadcast_states, materialize
+from lightning_effi.sharding.initial import broadcast_states
 
 
 class ReplicatedEngine(Engine):
@@ -37,7 +38,7 @@ class ReplicatedEngine(Engine):
         self._group = group
         self._device = device
         self._sync_every_backward = sync_every_backward
-        materialize(module, device)
+        DeferredValues(module).fill_through(module)
         module.to(device)
         self.sync_states()
         self._root = StepRoot(module)

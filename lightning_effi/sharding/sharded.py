@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch.optim import Optimizer
 from lightning_effi import _compat
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.buffers import BufferSync
+from lightning_effi.sharding.deferred import DeferredValues
 from lightning_effi.sharding.engine import Engine, StepRoot
 from lightning_effi.sharding.group import LiveGroup
-from lightning_effi.sharding.initial import broadcast_states, materialize
+from lightning_effi.sharding.initial import broadcast_states
 from lightning_effi.sharding.optimizers import DetachedOptimizers
 from lightning_effi.sharding.plan import ROOT, ShardingPlan
 from lightning_effi.sharding.reduction import OrderedReduction
+from lightning_effi.sharding.whole import WholeWhereMixed
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
@@ -60,10 +62,11 @@ class ShardedEngine(Engine):
         super().__init__(module)
         if _compat.fsdp_groups(module):
             raise ValueError(
-                f"{type(module).__name__} is still sharded by an earlier run whose weights did not fit into one"
-                " process; go on with that Trainer, or build the module anew and load a checkpoint"
+                f"{type(module).__name__} is still sharded by an earlier run, which ended in an error or whose weights"
+                " did not fit into one process. Go on with that Trainer, or build the module anew and load a checkpoint"
             )
         _compat.read_scalars_globally()
+        _compat.log_scalars_globally()
         self._plan = plan
         self._processes_per_node = processes_per_node
         self._gather_all = plan.zero_stage < 3
@@ -72,10 +75,11 @@ class ShardedEngine(Engine):
         self._window_open = False
         self._agreement = Agreement(control_group)
         self._trace: list[str] = []
+        self._whole = None if self._gather_all else WholeWhereMixed()
 
-        replicated = {info.name: module.get_parameter(info.name) for info in plan.replicated}
         self.root = StepRoot(module)
-        self._shard(mesh, data_parallel_group, device, set(replicated.values()))
+        self._shard(mesh, data_parallel_group, device)
+        replicated = {info.name: module.get_parameter(info.name) for info in plan.replicated}
         self._groups = self._live_groups()
         self._buffers = BufferSync(module, data_parallel_group)
         self._reduction = OrderedReduction(
@@ -85,7 +89,7 @@ class ShardedEngine(Engine):
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
-    def _shard(self, mesh: Any, group: dist.ProcessGroup, device: torch.device, ignored: set[nn.Parameter]) -> None:
+    def _shard(self, mesh: Any, group: dist.ProcessGroup, device: torch.device) -> None:
         """Block by block: fill, move to the device, make equal to the first rank, shard. The root comes last."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -93,17 +97,19 @@ class ShardedEngine(Engine):
         # A root policy that casts would turn the batch's float targets into low precision.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         done: set[int] = set()
+        values = DeferredValues(self.module)
         for name in [*(g.module for g in self._plan.groups if g.module != ROOT), ROOT]:
             unit = self.module.get_submodule(name)
-            materialize(unit, device)
+            values.fill_through(unit)
             fresh = [t for t in [*unit.parameters(), *unit.buffers()] if id(t) not in done and not _is_dtensor(t)]
             moved = [t.data.to(device) for t in fresh]
             broadcast_states(moved, group)
-            for tensor, values in zip(fresh, moved, strict=True):
-                tensor.data = values
+            for tensor, ours in zip(fresh, moved, strict=True):
+                tensor.data = ours
+            scalars = {self.module.get_parameter(info.name) for info in self._plan.replicated}
             target = self.root if name == ROOT else unit
             reshard = self._plan.zero_stage == 3 and name != ROOT
-            fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
+            fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
             _compat.fsdp_keep_class_name(target)
             done.update(id(buffer) for buffer in unit.buffers())
 
@@ -168,9 +174,13 @@ class ShardedEngine(Engine):
         self._gather()
         self._in_step = True
         try:
-            return self.root(step, *args, **kwargs)
+            with nullcontext() if self._whole is None else self._whole:
+                return self.root(step, *args, **kwargs)
         finally:
             self._in_step = False
+            if self._whole is not None and not self._whole.was_needed:
+                self._whole = None  # it costs a little in every torch function, and the first step had no use for it
+            self._reduction.has_direct_gradients = self._whole is not None
 
     def _gather(self) -> None:
         """Put full parameters into the module; two messages are under way at any time."""
@@ -291,6 +301,12 @@ class ShardedEngine(Engine):
                 )
 
     def explain(self, exception: BaseException) -> None:
+        if "mixed torch.Tensor and DTensor" in str(exception):
+            exception.add_note(
+                f"lightning_effi: with zero_stage={self._plan.zero_stage}, a parameter of a block was used outside the"
+                " block's forward, which no step before this one did. Use zero_stage=2, where all parameters are whole"
+                " throughout a step"
+            )
         if self._trace:
             exception.add_note(
                 f"lightning_effi: with zero_stage=3, the last block that this rank ran was '{self._trace[-1]}'. If a"

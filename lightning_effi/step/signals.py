@@ -2,15 +2,19 @@
 
 Lightning's handlers talk to the other ranks, and save a checkpoint, wherever the signal finds them: in the middle of a
 collective that the others wait for, or of an optimizer step. Here SIGTERM sets the flag that the training loop looks at
-before each batch, and SLURM's requeue signal is answered when all ranks stand between the same two batches.
+before each batch, and SLURM's requeue signal is answered when all ranks have finished the same batch.
 """
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from lightning_effi import _compat
 from lightning_effi.sharding.agreement import Agreement
@@ -23,7 +27,7 @@ class DeferredSignals:
     """Takes the place of Lightning's handlers from the start of training until Lightning restores the original ones."""
 
     def __init__(self) -> None:
-        self._requeue: Callable[..., Any] | None = None
+        self._requeue: Callable[[], Any] | None = None
         self._requeue_asked = False
         self._agreement: Agreement | None = None
 
@@ -36,12 +40,16 @@ class DeferredSignals:
         requeue_signal = _compat.slurm_requeue_signal(trainer)
         handlers = None if requeue_signal is None else _compat.registered_signal_handler(requeue_signal)
         if requeue_signal is not None and handlers is not None:
-            self._requeue = signal.getsignal(requeue_signal)  # type: ignore[assignment]
+            handler: Any = signal.getsignal(requeue_signal)
+            self._requeue = partial(handler, requeue_signal, None)
             self._agreement = None if control_group is None else Agreement(control_group)
             signal.signal(requeue_signal, self._ask_for_requeue)
+            # Lightning has no strategy hook at the end of a batch, and at the start of the next one its loader has
+            # moved on already.
+            trainer.callbacks.append(_AfterBatch(self.after_batch))  # type: ignore[attr-defined]
 
-    def between_batches(self) -> None:
-        """Answer a requeue signal that any rank received since the last batch; all ranks call this."""
+    def after_batch(self) -> None:
+        """Answer a requeue signal that any rank received during the batch; all ranks call this."""
         if self._requeue is None:
             return
         asked = self._requeue_asked
@@ -49,10 +57,25 @@ class DeferredSignals:
             asked = self._agreement.any([asked])[0]
         if asked:
             self._requeue_asked = False
-            self._requeue(signal.SIGUSR1, None)
+            self._requeue()
 
     def _ask_for_requeue(self, _signum: int, _frame: FrameType | None) -> None:
         self._requeue_asked = True
+
+
+class _AfterBatch(Callback):
+    """Stands behind all other callbacks, so that what they did in the batch is saved too."""
+
+    def __init__(self, after_batch: Callable[[], None]) -> None:
+        self._after_batch = after_batch
+
+    @override
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._after_batch()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.callbacks.remove(self)  # type: ignore[attr-defined]
 
 
 class _SigtermFlag:

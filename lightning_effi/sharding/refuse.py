@@ -1,0 +1,33 @@
+"""What cannot work on shards, said before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch.optim import Optimizer
+
+# Couples all parameters through dot products over flattened copies, or needs sparse gradients.
+_UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+
+def refuse_unshardable(optimizers: Iterable[Optimizer], zero_stage: int) -> None:
+    """Raise ``ValueError`` for optimizers that need whole parameters."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, _UNSHARDABLE):
+            raise ValueError(
+                f"zero_stage={zero_stage} shards the parameters, and {type(optimizer).__name__} needs each of them"
+                " whole. Use zero_stage=0, or another optimizer"
+            )
+
+
+def refuse_averaging_of_shards(trainer: pl.Trainer, zero_stage: int) -> None:
+    """Raise ``ValueError`` for Lightning's averaging callbacks, which copy whole parameters onto the module's."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} keeps a whole copy of the module and cannot average shards. Use"
+                f" zero_stage=0 instead of zero_stage={zero_stage}, or leave the callback out"
+            )

@@ -1,0 +1,545 @@
+"""Each private name of torch and Lightning that the package relies on still does what it is relied on for.
+
+A release that renames or changes one fails here by name: the tests are the to-do list of an upgrade.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import FunctionType
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_effi import _compat
+from tests.harness import WorkerEnvironment, make_trainer, run_distributed
+
+_covered: set[str] = set()
+
+
+def relies_on(function: str, private: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Names the function of ``_compat`` that a test exercises and the private names behind it."""
+    _covered.add(function)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def named(*args: Any, **kwargs: Any) -> None:
+            try:
+                test(*args, **kwargs)
+            except Exception as error:
+                versions = f"torch {torch.__version__} and Lightning {lightning.__version__}"
+                pytest.fail(f"_compat.{function} relies on {private}, which fails with {versions}: {error!r}")
+
+        return named
+
+    return decorate
+
+
+def test_every_function_is_covered() -> None:
+    functions = {
+        name for name, value in vars(_compat).items() if isinstance(value, FunctionType) and not name.startswith("_")
+    }
+    assert {name for name in functions if inspect.getmodule(getattr(_compat, name)) is _compat} == _covered
+
+
+# --- one process ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    dist.destroy_process_group()
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x))
+
+
+@pytest.fixture
+def network(mesh: DeviceMesh) -> Network:
+    """Two FSDP2 groups, initialised and gathered."""
+    return gathered(mesh["shard"])
+
+
+def gathered(mesh: DeviceMesh) -> Network:
+    torch.manual_seed(0)
+    module = Network()
+    fully_shard(module.block, mesh=mesh)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    _compat.fsdp_initialize(module)
+    for group in _compat.fsdp_groups(module):
+        group.unshard()
+        group.wait_for_unshard()
+    return module
+
+
+def first_param(network: Network) -> Any:
+    return _compat.fsdp_params(_compat.fsdp_groups(network)[-1])[0]
+
+
+@relies_on("flatten_mesh", "DeviceMesh._flatten")
+def test_mesh_axes_become_one(mesh: DeviceMesh) -> None:
+    flat = _compat.flatten_mesh(mesh["replicate", "shard"], "both")
+    assert (flat.ndim, flat.size(), flat.mesh_dim_names) == (1, 1, ("both",))
+    assert dist.get_process_group_ranks(flat.get_group()) == [0]
+
+
+@relies_on("in_backward", "torch._C._current_graph_task_id")
+def test_backward_is_told_apart_from_forward() -> None:
+    x = torch.ones(1, requires_grad=True)
+    seen = []
+    x.register_hook(lambda _gradient: seen.append(_compat.in_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert _compat.in_backward() is False
+
+
+@relies_on("fsdp_groups", "FSDPModule._get_fsdp_state()._fsdp_param_groups")
+def test_groups_of_a_sharded_module_are_found_once(network: Network) -> None:
+    groups = _compat.fsdp_groups(nn.ModuleList([network, network]))
+    assert len(groups) == 2
+    names = {param._param_fqn for group in groups for param in group.fsdp_params}
+    assert names == {"block.weight", "block.bias", "head.weight", "head.bias"}
+
+
+@relies_on("fsdp_initialize", "FSDPState._lazy_init")
+def test_root_is_decided_before_the_first_forward(mesh: DeviceMesh) -> None:
+    module = Network()
+    fully_shard(module.block, mesh=mesh["shard"])
+    fully_shard(module, mesh=mesh["shard"])
+    _compat.fsdp_initialize(module)
+    assert module._get_fsdp_state()._is_root is True
+    assert module.block._get_fsdp_state()._is_root is False
+
+
+@pytest.mark.parametrize("method", ["post_backward", "wait_for_unshard", "_to_sharded", "_init_mp_dtypes"])
+@relies_on("fsdp_override", "methods of FSDPParamGroup that may be shadowed on the instance")
+def test_method_of_one_group_is_shadowed(network: Network, method: str) -> None:
+    first, second = _compat.fsdp_groups(network)
+    _compat.fsdp_override(first, method, lambda: "ours")
+    assert getattr(first, method)() == "ours"
+    assert getattr(second, method).__func__ is getattr(type(second), method)
+    with pytest.raises(AttributeError, match="no_such_method"):
+        _compat.fsdp_override(first, "no_such_method", print)
+
+
+@relies_on("fsdp_override", "FSDP2 calling wait_for_unshard and post_backward through the instance")
+def test_shadowed_methods_are_those_that_fsdp_calls(network: Network) -> None:
+    calls = []
+    for group in _compat.fsdp_groups(network):
+        for method in ("wait_for_unshard", "post_backward"):
+            original = getattr(group, method)
+
+            def noted(*args: Any, method: str = method, original: Any = original) -> None:
+                calls.append(method)
+                original(*args)
+
+            _compat.fsdp_override(group, method, noted)
+    network(torch.ones(1, 4)).sum().backward()
+    assert calls.count("wait_for_unshard") >= 2
+    assert calls.count("post_backward") >= 2
+
+
+@relies_on("fsdp_params", "FSDPParamGroup.fsdp_params")
+def test_parameters_of_a_group_come_in_registration_order(network: Network) -> None:
+    params = _compat.fsdp_params(_compat.fsdp_groups(network)[-1])
+    assert [param._module_info.param_name for param in params] == ["weight", "bias"]
+
+
+@relies_on("fsdp_sharded_param", "FSDPParam.sharded_param")
+def test_sharded_parameter_is_what_the_module_shows_at_rest(network: Network) -> None:
+    sharded = _compat.fsdp_sharded_param(first_param(network))
+    network.block.reshard()
+    assert isinstance(sharded, DTensor)
+    assert network.block.weight is sharded
+
+
+@relies_on("fsdp_unsharded_param", "FSDPParam._unsharded_param")
+def test_full_parameter_is_what_the_module_shows_when_gathered(mesh: DeviceMesh, network: Network) -> None:
+    full = _compat.fsdp_unsharded_param(first_param(network))
+    assert network.block.weight is full
+    assert not isinstance(full, DTensor)
+    fresh = Network()
+    fully_shard(fresh, mesh=mesh["shard"])
+    assert _compat.fsdp_unsharded_param(first_param(fresh)) is None
+
+
+def backward_without_reduction(network: Network) -> Any:
+    for group in _compat.fsdp_groups(network):
+        _compat.fsdp_configure_backward(group, reduce=False, reshard=False)
+    network(torch.ones(1, 4)).sum().backward()
+    return first_param(network)
+
+
+@relies_on("fsdp_has_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
+@relies_on("fsdp_configure_backward", "FSDPParamGroup.reduce_grads, all_reduce_grads, reshard_after_backward")
+def test_gradient_waits_where_backward_does_not_reduce(network: Network) -> None:
+    param = first_param(network)
+    assert not _compat.fsdp_has_unreduced_grad(param)
+    backward_without_reduction(network)
+    assert _compat.fsdp_has_unreduced_grad(param)
+    assert _compat.fsdp_sharded_param(param).grad is None
+    assert not any(group.is_sharded for group in _compat.fsdp_groups(network))
+    for group in _compat.fsdp_groups(network):
+        _compat.fsdp_configure_backward(group, reduce=True, reshard=True)
+    network(torch.ones(1, 4)).sum().backward()
+    assert not _compat.fsdp_has_unreduced_grad(param)
+    expected = 2 * network.head.weight.full_tensor().sum(dim=0)[:, None].expand(4, 4)
+    torch.testing.assert_close(_compat.fsdp_sharded_param(param).grad.full_tensor(), expected)
+
+
+@relies_on("fsdp_drop_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
+def test_unreduced_gradient_is_forgotten(network: Network) -> None:
+    param = backward_without_reduction(network)
+    _compat.fsdp_drop_unreduced_grad(param)
+    assert not _compat.fsdp_has_unreduced_grad(param)
+
+
+@relies_on("fsdp_zero_unreduced_grad", "FSDPParam._unsharded_param")
+def test_absent_gradient_becomes_zeros_and_a_present_one_stays(network: Network) -> None:
+    param = first_param(network)
+    _compat.fsdp_zero_unreduced_grad(param)
+    assert torch.equal(_compat.fsdp_unsharded_param(param).grad, torch.zeros(4, 4))
+    _compat.fsdp_drop_unreduced_grad(param)
+    backward_without_reduction(network)
+    before = _compat.fsdp_unsharded_param(param).grad
+    _compat.fsdp_zero_unreduced_grad(param)
+    assert _compat.fsdp_unsharded_param(param).grad is before
+
+
+@relies_on("fsdp_set_compute_dtypes", "FSDPParamGroup._init_mp_dtypes and FSDPParam.init_dtype_attrs")
+@relies_on("fsdp_upcast_unreduced_grad", "FSDPParam.to_accumulated_grad_if_needed")
+def test_each_parameter_is_gathered_in_its_own_dtype(mesh: DeviceMesh) -> None:
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh["shard"])
+    [group] = _compat.fsdp_groups(module)
+    _compat.fsdp_set_compute_dtypes(group, [torch.bfloat16, None], torch.float32)
+    _compat.fsdp_initialize(module)
+    module.unshard()
+    assert (module.weight.dtype, module.bias.dtype) == (torch.bfloat16, torch.float32)
+    param = _compat.fsdp_params(group)[0]
+    full = _compat.fsdp_unsharded_param(param)
+    full.grad = torch.ones_like(full)
+    _compat.fsdp_upcast_unreduced_grad(param)
+    assert param.unsharded_accumulated_grad.dtype == torch.float32
+    assert full.grad is None
+
+
+@relies_on("fsdp_sync_requires_grad", "FSDPParam._unsharded_param")
+def test_full_parameter_follows_the_sharded_ones_requires_grad(network: Network) -> None:
+    param = first_param(network)
+    _compat.fsdp_sharded_param(param).requires_grad_(False)
+    _compat.fsdp_sync_requires_grad(param)
+    assert network.block.weight.requires_grad is False
+
+
+@relies_on("fsdp_keep_class_name", "the order of bases of the class that fully_shard makes")
+def test_sharded_class_keeps_its_name(network: Network) -> None:
+    _compat.fsdp_keep_class_name(network)
+    assert type(network).__name__ == "Network"
+    assert isinstance(network, FSDPModule)
+
+
+@relies_on("fsdp_post_backward_done", "FSDPParamGroup.finalize_backward")
+def test_reduction_run_by_hand_is_finished(network: Network) -> None:
+    group = _compat.fsdp_groups(network)[-1]
+    for param in _compat.fsdp_params(group):
+        _compat.fsdp_zero_unreduced_grad(param)
+    group.post_backward()
+    _compat.fsdp_post_backward_done(group)
+    assert torch.equal(_compat.fsdp_sharded_param(first_param(network)).grad.full_tensor(), torch.zeros(4, 4))
+
+
+@relies_on("fsdp_forget_forward_order", "FSDPCommContext.post_forward_order, FSDPParamGroup._post_forward_indices")
+@relies_on("fsdp_reset_idle", "FSDPParamGroup._training_state")
+def test_forwards_without_backward_leave_no_trace(network: Network) -> None:
+    groups = _compat.fsdp_groups(network)
+    network(torch.ones(1, 4))
+    assert groups[0].comm_ctx.post_forward_order
+    for group in groups:
+        _compat.fsdp_reset_idle(group)
+        _compat.fsdp_forget_forward_order(group)
+    assert not groups[0].comm_ctx.post_forward_order
+    assert not any(group._post_forward_indices for group in groups)
+    assert {group._training_state.name for group in groups} == {"IDLE"}
+    network(torch.ones(1, 4)).sum().backward()
+
+
+@relies_on("fsdp_undo", "handles of FSDPState, FSDPParamGroup and FSDPParam, and _module_state_mapping")
+def test_sharded_module_becomes_an_ordinary_one_again(network: Network) -> None:
+    for group in _compat.fsdp_groups(network):
+        group._to_sharded()
+    values = {name: parameter.full_tensor().clone() for name, parameter in network.named_parameters()}
+    full = {id(parameter): parameter.full_tensor() for parameter in network.parameters()}
+    _compat.fsdp_undo(network, full)
+    assert (type(network), type(network.block)) == (Network, nn.Linear)
+    assert all(type(parameter) is nn.Parameter for parameter in network.parameters())
+    for name, parameter in network.named_parameters():
+        assert torch.equal(parameter, values[name])
+    network(torch.ones(1, 4)).sum().backward()
+    assert network.block.weight.grad is not None
+    network.load_state_dict(network.state_dict())
+    fully_shard(network, mesh=init_device_mesh("cpu", (1,)))  # may be sharded again
+
+
+@relies_on("local_tensor", "DTensor._local_tensor")
+@relies_on("wrap_local", "DTensor.from_local with shape and stride")
+def test_local_part_is_taken_out_and_wrapped_without_a_copy(mesh: DeviceMesh) -> None:
+    sharded = distribute_tensor(torch.arange(6.0).view(3, 2), mesh["shard"], [Shard(0)])
+    local = _compat.local_tensor(sharded)
+    assert type(local) is Tensor
+    wrapped = _compat.wrap_local(local, sharded)
+    assert (wrapped.shape, wrapped.placements) == (sharded.shape, sharded.placements)
+    assert wrapped._local_tensor.data_ptr() == local.data_ptr()
+    assert _compat.local_tensor(local) is local
+
+
+@relies_on("default_backend", "lightning.fabric.utilities.distributed")
+def test_backend_follows_the_device() -> None:
+    assert _compat.default_backend(torch.device("cpu")) == "gloo"
+    assert _compat.default_backend(torch.device("cuda", 0)) == "nccl"
+
+
+@relies_on("reset_seed", "the environment variables of seed_everything")
+def test_seed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "11")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    _compat.reset_seed()
+    assert torch.initial_seed() == 11
+
+
+@relies_on("set_rank_zero", "rank_zero_only.rank of lightning.fabric and lightning_utilities")
+def test_rank_decides_what_rank_zero_only_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.utilities import rank_zero_only
+
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    _compat.set_rank_zero(1)
+    assert rank_zero_only(lambda: "ran")() is None
+    _compat.set_rank_zero(0)
+    assert rank_zero_only(lambda: "ran")() == "ran"
+
+
+@relies_on("popen_launcher", "_SubprocessScriptLauncher")
+def test_popen_launcher_knows_how_many_processes_to_start() -> None:
+    launcher = _compat.popen_launcher(LightningEnvironment(), 2, 3)
+    assert (launcher.num_processes, launcher.num_nodes, launcher.procs) == (2, 3, [])
+    assert launcher.is_interactive_compatible is False
+
+
+@relies_on("is_interactive", "lightning.fabric.utilities.imports._IS_INTERACTIVE")
+def test_a_test_run_is_not_a_notebook() -> None:
+    assert _compat.is_interactive() is False
+
+
+@relies_on("optimizers_to_device", "lightning.fabric.utilities.optimizer._optimizers_to_device")
+def test_optimizer_states_follow_the_device() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.state[parameter]["momentum_buffer"] = torch.ones(2)
+    _compat.optimizers_to_device([optimizer], torch.device("meta"))
+    assert optimizer.state[parameter]["momentum_buffer"].is_meta
+
+
+@relies_on("unwrap_lightning_optimizer", "LightningOptimizer._optimizer")
+def test_lightning_optimizer_is_unwrapped() -> None:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    assert _compat.unwrap_lightning_optimizer(LightningOptimizer(optimizer)) is optimizer
+    assert _compat.unwrap_lightning_optimizer(optimizer) is optimizer
+
+
+class MarksSigterm(pl.Callback):
+    """Notes what Lightning registered for SIGTERM while it trains."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        handlers = _compat.registered_signal_handler(signal.SIGTERM)
+        self.notifiers = [_compat.is_sigterm_notifier(handler) for handler in handlers]
+        self.first_time = [_compat.mark_sigterm(trainer), _compat.mark_sigterm(trainer)]
+
+
+@relies_on("registered_signal_handler", "_HandlersCompose.signal_handlers")
+@relies_on("is_sigterm_notifier", "_SignalConnector._sigterm_notifier_fn")
+@relies_on("mark_sigterm", "Trainer._signal_connector.received_sigterm")
+def test_sigterm_handlers_of_lightning_are_found_and_its_flag_ends_the_run() -> None:
+    watch = MarksSigterm()
+    trainer = make_trainer(None, 1, callbacks=[watch], max_epochs=1)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(Logs(), torch.utils.data.DataLoader(torch.ones(4, 1)))
+    assert watch.notifiers.count(True) == 1
+    assert watch.first_time == [True, False]
+    assert trainer.global_step == 1
+    assert _compat.registered_signal_handler(signal.SIGTERM) is None
+
+
+@relies_on("slurm_requeue_signal", "Trainer._accelerator_connector.cluster_environment")
+def test_requeue_signal_is_that_of_the_slurm_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _compat.slurm_requeue_signal(make_trainer(None, 1)) is None
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for requeue, expected in ((True, signal.SIGUSR2), (False, None)):
+        environment = SLURMEnvironment(auto_requeue=requeue, requeue_signal=signal.SIGUSR2)
+        assert _compat.slurm_requeue_signal(make_trainer(None, 1, plugins=[environment])) == expected
+
+
+@relies_on("allow_compiled_modules", "lightning.pytorch.trainer.trainer._verify_strategy_supports_compile")
+def test_compiled_modules_are_let_through_for_our_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.trainer import trainer as trainer_module
+
+    def refuse(model: Any, strategy: Any) -> None:
+        raise RuntimeError("unsupported")
+
+    monkeypatch.setattr(trainer_module, "_verify_strategy_supports_compile", refuse)
+    _compat.allow_compiled_modules(SingleDeviceStrategy)
+    trainer_module._verify_strategy_supports_compile(None, SingleDeviceStrategy())
+    with pytest.raises(RuntimeError, match="unsupported"):
+        trainer_module._verify_strategy_supports_compile(None, object())
+    assert "_verify_strategy_supports_compile(" in inspect.getsource(trainer_module.Trainer)
+
+
+@relies_on("precision_flag", "Trainer._accelerator_connector._precision_flag")
+def test_precision_flag_is_read_back() -> None:
+    assert _compat.precision_flag(make_trainer(None, 1, precision="bf16-mixed")) == "bf16-mixed"
+    assert _compat.precision_flag(make_trainer(None, 1)) == "32-true"
+
+
+class Logs(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.keys: list[str] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(batch).sum()
+        self.log("synced", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("own", loss, on_step=False, on_epoch=True, sync_dist=False)
+        self.log("first", loss, on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True)
+        self.keys = [key.rpartition(".")[2] for key in _compat.synced_log_keys(self.trainer)]
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+# --- two processes --------------------------------------------------------------------------------------------------
+
+
+def lightning_and_ddp_on_two_ranks() -> dict[str, Any]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    _compat.init_process_group(WorkerEnvironment(), "gloo", timedelta(seconds=20), None)
+    values = [torch.full((2,), float(rank)), torch.full((3,), 10.0 * rank)]
+    _compat.broadcast_module_states(values, group, src=1)
+    mine = torch.tensor([1.0 + rank])
+    gathered = _compat.all_gather_batch(mine, group, False)
+    mean = _compat.sync_reduce(mine.clone(), group, "mean")
+    return {"broadcast": values, "gathered": gathered, "mean": mean, "world": dist.get_world_size()}
+
+
+@relies_on("init_process_group", "lightning.fabric.utilities.distributed._init_dist_connection")
+@relies_on("broadcast_module_states", "torch.distributed._broadcast_coalesced")
+@relies_on("all_gather_batch", "lightning.fabric.utilities.distributed._all_gather_ddp_if_available")
+@relies_on("sync_reduce", "lightning.fabric.utilities.distributed._sync_ddp_if_available")
+def test_collectives_of_lightning_and_ddp_give_their_values() -> None:
+    for result in run_distributed(lightning_and_ddp_on_two_ranks, 2):
+        assert [value.tolist() for value in result["broadcast"]] == [[1.0] * 2, [10.0] * 3]
+        assert result["gathered"].tolist() == [[1.0], [2.0]]
+        assert result["mean"].tolist() == [1.5]
+        assert result["world"] == 2
+
+
+def names_while_logging_under_ddp() -> list[str]:
+    module = Logs()
+    trainer = make_trainer("ddp", 2, max_steps=1, max_epochs=1)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(2, 1)))
+    return module.keys
+
+
+@relies_on("synced_log_keys", "Trainer._results and _ResultMetric.meta.sync.should")
+def test_names_of_synced_values_are_known_while_logging() -> None:
+    assert run_distributed(names_while_logging_under_ddp, 2) == [["synced"]] * 2
+
+
+class BackwardInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.wrapper: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> None:
+        loss = (self.weight * x).sum()
+        _compat.ddp_prepare_for_backward(self.wrapper[0], loss)
+        loss.backward()
+        self.wrapper[0].require_backward_grad_sync = False  # or DDP would arm its reducer again
+
+
+def backward_inside_ddp() -> float:
+    module = BackwardInside()
+    ddp = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+    module.wrapper.append(ddp)
+    ddp(torch.tensor([2.0 + 4.0 * dist.get_rank()]))
+    return float(module.weight.grad)
+
+
+@relies_on("ddp_prepare_for_backward", "lightning.pytorch.overrides.distributed.prepare_for_backward")
+def test_backward_inside_the_forward_of_ddp_is_averaged() -> None:
+    assert run_distributed(backward_inside_ddp, 2) == [4.0, 4.0]
+
+
+def logged_norm(partial: Tensor) -> float:
+    """What ``self.log`` keeps of a sharded scalar."""
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+    _compat.log_scalars_globally()
+    meta = _Metadata("training_step", "norm", on_step=True, on_epoch=False)
+    meta.sync = _Sync()
+    metric = _ResultMetric(meta, is_tensor=True)
+    metric.update(partial, batch_size=1)
+    assert not isinstance(metric.value, DTensor)
+    return float(metric.value)
+
+
+def parts_on_two_ranks() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    network = gathered(mesh)
+    weight = _compat.fsdp_params(_compat.fsdp_groups(network)[0])[0]
+    chunk, full = _compat.fsdp_local_chunk(weight), _compat.fsdp_unsharded_param(weight)
+    shard = _compat.local_tensor(_compat.fsdp_sharded_param(weight))
+    _compat.read_scalars_globally()
+    partial = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)]).norm()
+    return {
+        "same values": torch.equal(chunk, shard),
+        "is a view": chunk.data_ptr() == full[dist.get_rank() :].data_ptr(),
+        "norm": float(partial),
+        "logged": logged_norm(partial),
+        "replicated": float(distribute_tensor(torch.tensor(7.0), mesh, [Replicate()])),
+    }
+
+
+@relies_on("fsdp_local_chunk", "FSDPParam.fsdp_placement, padded_sharded_param_size and mesh_info")
+@relies_on("log_scalars_globally", "_ResultMetric.update")
+@relies_on("read_scalars_globally", "DTensor._op_dispatcher._custom_op_handlers")
+def test_ranks_find_their_parts_and_read_whole_scalars() -> None:
+    for result in run_distributed(parts_on_two_ranks, 2):
+        assert result == {"same values": True, "is a view": True, "norm": 5.0, "logged": 5.0, "replicated": 7.0}

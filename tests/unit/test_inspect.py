@@ -1,0 +1,75 @@
+"""Blocks and parameters are found in modules that nobody prepared."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_effi.inspect import describe_parameters, find_blocks
+
+LARGE = 1 << 8  # a Linear of this width has at least 2**16 parameters
+
+
+def layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+
+def names(root: nn.Module) -> list[str]:
+    return [block.name for block in find_blocks(root)]
+
+
+def test_repeated_layers_of_a_list_are_blocks() -> None:
+    root = nn.ModuleDict({"layers": nn.ModuleList([layer(), layer()]), "head": nn.Linear(8, 2)})
+    assert names(root) == ["layers.0", "layers.1"]
+
+
+def test_blocks_of_encoder_and_decoder_are_found() -> None:
+    found = names(nn.Transformer(8, 2, 2, 3, 16, batch_first=True))
+    assert found == ["encoder.layers.0", "encoder.layers.1", *(f"decoder.layers.{i}" for i in range(3))]
+
+
+def test_a_single_layer_is_no_block() -> None:
+    assert names(nn.ModuleDict({"layers": nn.ModuleList([layer()])})) == []
+
+
+def test_no_block_lies_inside_another() -> None:
+    stage = nn.Sequential(layer(), layer())
+    root = nn.Module()
+    root.stages = nn.ModuleList([stage, nn.Sequential(layer(), layer())])
+    assert names(root) == ["stages.0", "stages.1"]
+
+
+def test_children_of_nested_lists_are_blocks_since_lists_have_no_forward() -> None:
+    root = nn.Module()
+    root.stages = nn.ModuleList([nn.ModuleList([layer(), layer()]), nn.ModuleList([layer(), layer()])])
+    assert names(root) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+
+
+def test_single_linear_layers_are_blocks_only_when_large() -> None:
+    small, large = (nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)]) for width in (8, LARGE))
+    assert names(nn.ModuleDict({"small": small, "large": large})) == ["large.0", "large.1"]
+
+
+def test_module_that_stands_in_the_tree_twice_is_no_block() -> None:
+    shared = layer()
+    root = nn.Module()
+    root.layers = nn.ModuleList([shared, layer(), layer()])
+    root.again = shared
+    assert names(root) == ["layers.1", "layers.2"]
+
+
+def test_module_that_shares_a_parameter_with_another_is_no_block() -> None:
+    root = nn.ModuleDict({"layers": nn.ModuleList([layer() for _ in range(4)])})
+    root["layers"][0].linear1.weight = root["layers"][3].linear1.weight
+    assert names(root) == ["layers.1", "layers.2"]
+
+
+def test_parameters_are_described_once_with_all_their_names() -> None:
+    root = nn.ModuleDict({"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
+    root["head"].weight = root["embedding"].weight
+    root["norm"] = nn.LayerNorm(3).to(torch.bfloat16).requires_grad_(False)
+    embedding, weight, bias = describe_parameters(root)
+    assert (embedding.name, embedding.also_named) == ("embedding.weight", ("head.weight",))
+    assert (embedding.shape, embedding.numel, embedding.bytes, embedding.trainable) == ((5, 3), 15, 60, True)
+    assert (weight.name, weight.bytes, weight.trainable) == ("norm.weight", 6, False)
+    assert bias.also_named == ()
