@@ -225,11 +225,11 @@ def fsdp_undo(root: nn.Module, full: dict[int, Tensor]) -> None:
 
 
 def read_scalars_globally() -> None:
-    """Let ``.item()``, ``float()`` and ``bool()`` of a sharded scalar give its global value on every rank.
+    """Let reading a sharded scalar (``.item()``, ``float()``, an f-string ...) give its global value on every rank.
 
-    The norm of a sharded gradient is a partial result; torch 2.13-2.14 silently reads this rank's part of it. The
-    handler is process-wide and changes nothing for plain tensors; like every use of a sharded value, reading one is
-    something that all ranks must do.
+    The norm of a sharded gradient is a partial result; torch 2.13-2.14 silently reads this rank's part of it, and
+    refuses to format it or to hand it to NumPy. What is set here is process-wide and changes nothing for plain tensors;
+    like every use of a sharded value, reading one is something that all ranks must do.
     """
     from torch.distributed.tensor import DTensor
 
@@ -238,6 +238,12 @@ def read_scalars_globally() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = read
+
+    def reads_whole(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: getattr(self.full_tensor(), name)(*args, **kwargs)
+
+    for name in ("__format__", "numpy", "tolist"):
+        setattr(DTensor, name, reads_whole(name))
 
 
 def log_scalars_globally() -> None:

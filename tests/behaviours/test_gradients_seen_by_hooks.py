@@ -39,12 +39,7 @@ READERS: dict[str, Callable[[pl.LightningModule], Any]] = {
     "largest": lambda m: max(float(g.abs().max()) for g in gradients(m)),
     "comparison": lambda m: bool(m.positions.grad.abs().max() > float(m.positions.grad.abs().max()) * 0.999),
     "weights": lambda m: m.positions.norm().item(),
-}
-
-
-# torch refuses these for DTensors, with an error on every rank: nobody gets a wrong number.
-REFUSED: dict[str, Callable[[pl.LightningModule], Any]] = {
-    "formatted": lambda m: float(f"{m.head.weight.grad.norm():.5e}"),
+    "formatted": lambda m: float(f"{m.head.weight.grad.norm():.7e}"),
     "tolist": lambda m: m.norm.weight.grad.norm().tolist(),
     "numpy": lambda m: float(m.norm.weight.grad.norm().cpu().numpy()),
 }
@@ -73,7 +68,7 @@ class Read(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        self.observation.append({name: _value_or_error(read, pl_module) for name, read in (READERS | REFUSED).items()})
+        self.observation.append({name: read(pl_module) for name, read in READERS.items()})
 
 
 class ReadOnRankZero(pl.Callback):
@@ -90,13 +85,6 @@ class ReadOnRankZero(pl.Callback):
         if trainer.is_global_zero:
             shown = trainer.progress_bar_metrics
             self.observation += [float(shown["logged_norm"]), float(shown["logged_mean"])]
-
-
-def _value_or_error(read: Callable[[pl.LightningModule], Any], module: pl.LightningModule) -> Any:
-    try:
-        return read(module)
-    except Exception as error:  # asserted on by the test that this reader belongs to, alone
-        return f"{type(error).__name__}: {error}"
 
 
 def runs(zero_stage: int) -> dict[str, Fit]:
@@ -119,14 +107,6 @@ def test_the_value_read_is_that_of_the_whole_tensor(zero_stage: int, reader: str
     for outcome in outcomes(zero_stage)["readers"]:
         for ours, theirs in zip(_read(outcome), expected, strict=True):
             assert ours[reader] == pytest.approx(theirs[reader], rel=1e-5)
-
-
-@pytest.mark.parametrize("zero_stage", [1, 2, 3], ids=lambda stage: f"zero{stage}")
-@pytest.mark.parametrize("reader", REFUSED)
-def test_what_torch_cannot_read_from_a_shard_is_an_error_on_every_rank(zero_stage: int, reader: str) -> None:
-    for outcome in outcomes(zero_stage)["readers"]:
-        for values in _read(outcome):
-            assert "DTensor" in str(values[reader]) or "tensor subclasses" in str(values[reader])
 
 
 @ALL_STAGES
