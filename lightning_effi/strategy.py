@@ -44,6 +44,7 @@ from lightning_effi.launch import end_other_processes, make_launcher
 from lightning_effi.mesh import MeshStrategy
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
+from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.build import build_engine
 from lightning_effi.sharding.engine import Engine
 from lightning_effi.sharding.initial import parameters_on_meta
@@ -51,6 +52,8 @@ from lightning_effi.sharding.optimizers import DetachedOptimizers, moments, refu
 from lightning_effi.sharding.plan import plan_sharding
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
+from lightning_effi.step.microbatches import MicrobatchedStep, refuse_uncuttable
+from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.step.signals import DeferredSignals
 
 if TYPE_CHECKING:
@@ -167,6 +170,7 @@ class EffiStrategy(MeshStrategy):
         self._plan: Plan | None = None
         self._shown_plan = ""
         self._engine: Engine | None = None
+        self._microbatched: MicrobatchedStep | None = None
         self._window = AccumulationWindow(exact=exact_accumulation)
         self._checkpoint = RunCheckpoint(self)
         self._probe = RunProbe(self)
@@ -248,6 +252,7 @@ class EffiStrategy(MeshStrategy):
             self.engine.rest()
             self.setup_optimizers(trainer)
         self._prepare_optimizers(trainer)
+        self._microbatched = self._setup_microbatches() if fitting else None
         self.setup_precision_plugin()
         self._show_plan()
         self.barrier("setup")
@@ -280,6 +285,17 @@ class EffiStrategy(MeshStrategy):
         if optimizers is not None:
             optimizers.attach(module)
 
+    def _setup_microbatches(self) -> MicrobatchedStep | None:
+        """``None``: each batch is one piece."""
+        count = self.config.microbatches.count
+        if count in ("auto", 1):
+            return None
+        module = self.lightning_module
+        assert module is not None
+        refuse_uncuttable(module, self.config, self.data_parallel_size)
+        agreement = Agreement(self.control_group) if self.data_parallel_size > 1 else None
+        return MicrobatchedStep(self, SequentialRunner(self), int(count), agreement)
+
     def _show_plan(self) -> None:
         """Once, unless it has changed (another module, another optimizer)."""
         if (text := str(self.plan)) != self._shown_plan:
@@ -304,6 +320,8 @@ class EffiStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         self._probe.before_first_step(*args, **kwargs)
+        if self._microbatched is not None:
+            return self._microbatched(*args, **kwargs)
         with self.precision.train_step_context():
             return self.engine.run_step(self.lightning_module.training_step, *args, **kwargs)
 
@@ -343,9 +361,12 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
-        self.engine.before_backward(closure_loss)
-        self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        self.engine.after_backward()  # before on_after_backward, which post_backward calls
+        if self._microbatched is not None and self._microbatched.has_gradients:
+            self._microbatched.give_gradients()
+        else:
+            self.engine.before_backward(closure_loss)
+            self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+            self.engine.after_backward()  # before on_after_backward, which post_backward calls
         self._window.count()
         closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
