@@ -156,8 +156,6 @@ class EffiConfig:
         default = _Defaults()
         unbuilt = [
             ("tensor_parallel_size", self.tensor_parallel_size, default.tensor_parallel_size),
-            ("pipeline_parallel_size", self.pipeline_parallel_size, default.pipeline_parallel_size),
-            ("pipeline", self.pipeline, default.pipeline),
             ("tensor", self.tensor, default.tensor),
             ("activation_checkpointing", self.activation_checkpointing, default.activation_checkpointing),
             ("attention", self.attention, default.attention),
@@ -166,6 +164,15 @@ class EffiConfig:
             ("compile", self.compile, default.compile),
         ]
         asked = [f"{name}={value!r} (use {allowed!r})" for name, value, allowed in unbuilt if value != allowed]
+        if self.pipeline.schedule not in ("1f1b", "gpipe"):
+            asked.append(f"pipeline={self.pipeline.schedule!r} (use '1f1b' or 'gpipe')")
+        if self.pipeline.virtual_stages not in (None, 1):
+            asked.append(f"pipeline with virtual_stages={self.pipeline.virtual_stages} (use None)")
+        if self.pipeline_parallel_size > 1:
+            if self.checkpoints.format == "sharded":
+                asked.append("checkpoints='sharded' with pipeline_parallel_size > 1 (use 'full')")
+            if self.verify is True:
+                asked.append("verify=True with pipeline_parallel_size > 1 (use 'auto', which compares the loss)")
         if self.microbatches.oom_retry:
             asked.append("microbatches with oom_retry=True (use oom_retry=False)")
         if self.checkpoints.asynchronous:
@@ -184,8 +191,6 @@ class _Defaults:
     """The values that mean "not asked for", kept apart so that comparing with them does not validate them."""
 
     tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    pipeline: Pipeline = field(default_factory=Pipeline)
     tensor: TensorParallel | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
     attention: Attention = "auto"

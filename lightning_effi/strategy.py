@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -42,6 +43,10 @@ from lightning_effi.config import (
 from lightning_effi.diagnose.run import RunProbe
 from lightning_effi.launch import end_other_processes, make_launcher
 from lightning_effi.mesh import MeshStrategy
+from lightning_effi.pipeline.engine import PipelineEngine
+from lightning_effi.pipeline.plan import PipelinePlan
+from lightning_effi.pipeline.runner import PipelineRunner
+from lightning_effi.pipeline.stages import StageParameters
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
 from lightning_effi.sharding.agreement import Agreement
@@ -52,7 +57,7 @@ from lightning_effi.sharding.optimizers import DetachedOptimizers, moments, refu
 from lightning_effi.sharding.plan import plan_sharding
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
-from lightning_effi.step.microbatches import MicrobatchedStep, refuse_uncuttable
+from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
 from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.step.signals import DeferredSignals
 
@@ -207,6 +212,18 @@ class EffiStrategy(MeshStrategy):
         return self.precision.last_grad_norm
 
     @property
+    def stages(self) -> StageParameters | None:
+        """The parameters of this rank's pipeline stage; ``None`` without a pipeline, and before its first step."""
+        return self._engine.stages if isinstance(self._engine, PipelineEngine) else None
+
+    @property
+    def optimizer_names(self) -> list[list[list[str]]]:
+        """Names of the whole module's parameters by optimizer and group, once a pipeline has split it."""
+        assert isinstance(self._engine, PipelineEngine)
+        assert self._engine.runner is not None
+        return self._engine.runner.optimizer_names
+
+    @property
     def has_engine(self) -> bool:
         """Whether the module has been set up."""
         return self._engine is not None
@@ -272,29 +289,46 @@ class EffiStrategy(MeshStrategy):
         self._plan = Plan(self.layout, plan, self.precision.precision, moments(self.optimizers))
         self._probe.before_sharding(module)
         optimizers = DetachedOptimizers(self.optimizers, module) if plan.is_sharded else None
-        self._engine = build_engine(
-            module,
-            plan,
-            mesh=self._device_mesh,
-            data_parallel_group=self.data_parallel_group,
-            control_group=self.control_group,
-            device=self.root_device,
-            sync_every_backward=self.config.syncs_every_backward,
-            processes_per_node=self.num_processes,
-        )
+        if self.layout.pipeline > 1:
+            self._engine = PipelineEngine(
+                module, group=self.pipeline_group, replicas=self.data_parallel_group, device=self.root_device
+            )
+        else:
+            self._engine = build_engine(
+                module,
+                plan,
+                mesh=self._device_mesh,
+                data_parallel_group=self.data_parallel_group,
+                control_group=self.control_group,
+                device=self.root_device,
+                sync_every_backward=self.config.syncs_every_backward,
+                processes_per_node=self.num_processes,
+            )
         if optimizers is not None:
             optimizers.attach(module)
 
     def _setup_microbatches(self) -> MicrobatchedStep | None:
         """``None``: each batch is one piece."""
-        count = self.config.microbatches.count
-        if count in ("auto", 1):
+        stages, count = self.layout.pipeline, self.config.microbatches.count
+        if stages == 1 and count in ("auto", 1):
             return None
         module = self.lightning_module
         assert module is not None
         refuse_uncuttable(module, self.config, self.data_parallel_size)
+        if isinstance(self.engine, PipelineEngine):
+            self.engine.runner = PipelineRunner(self, self.pipeline_group)
+            count = 3 * stages if count == "auto" else count
+            runner: Runner = self.engine.runner
+        else:
+            runner = SequentialRunner(self)
         agreement = Agreement(self.control_group) if self.data_parallel_size > 1 else None
-        return MicrobatchedStep(self, SequentialRunner(self), int(count), agreement)
+        return MicrobatchedStep(self, runner, int(count), agreement)
+
+    def on_split(self, plan: PipelinePlan) -> None:
+        """The pipeline's first training step has split the module."""
+        self._plan = replace(self.plan, pipeline=plan)
+        self.precision.stages = self.stages
+        self._show_plan()
 
     def _show_plan(self) -> None:
         """Once, unless it has changed (another module, another optimizer)."""

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
@@ -24,7 +25,7 @@ class WeightChoice:
 
     Args:
         config: the user's choice; a fixed rule is taken without comparison.
-        tolerance: relative rounding error of a loss.
+        low_precision: whether the loss is computed from numbers of 16 bits.
         agreement: among all ranks that run a step together, or ``None``.
         run: forward of some pieces without gradients, from equal randomness; its losses are compared.
         log_rules: learns on the way how logged values combine.
@@ -34,13 +35,13 @@ class WeightChoice:
         self,
         config: Microbatches,
         *,
-        tolerance: float,
+        low_precision: bool,
         agreement: Agreement | None,
         run: Callable[[Sequence[Piece]], list[StepResult]],
         log_rules: LogRules,
     ) -> None:
         self._config = config
-        self._tolerance = tolerance
+        self._low_precision = low_precision
         self._agreement = agreement
         self._run = run
         self._log_rules = log_rules
@@ -101,7 +102,8 @@ class WeightChoice:
         losses = [float(result.loss) for result in (expected, *results) if result.loss is not None]
         if len(losses) != 1 + len(results):
             raise RuntimeError("training_step returned no loss for some micro-batches; use microbatches=1")
-        bound = self._tolerance * max(abs(loss) for loss in losses)
+        tolerance = self._tolerance(expected.loss)
+        bound = tolerance * max(abs(loss) for loss in losses)
         wrong = self._any([value is None or not abs(value - losses[0]) <= bound for value in predicted])
         if all(wrong):
             self._refuse(losses, predicted)
@@ -111,7 +113,16 @@ class WeightChoice:
         kept = shares[left[0]]
         assert kept is not None
         parts_rows = [part.rows for part in parts]
-        self._log_rules.learn(expected.logged, [result.logged for result in results], kept, parts_rows, self._tolerance)
+        self._log_rules.learn(expected.logged, [result.logged for result in results], kept, parts_rows, tolerance)
+
+    def _tolerance(self, loss: Tensor | None) -> float:
+        """Relative rounding error of a loss; a wrong rule is usually off by more.
+
+        The dtype is the loss's own, since models may compute it in fp32 whatever the precision of the run.
+        """
+        if self._low_precision:
+            return 3e-3
+        return 1e-10 if loss is not None and loss.dtype == torch.float64 else 2e-5
 
     def _question(self, batch: Any, rows: int, pieces: Sequence[Piece], uneven: bool) -> tuple[Piece, Sequence[Piece]]:
         """Rows to run as a whole and in parts: no more than two pieces, which fit into memory without gradients."""

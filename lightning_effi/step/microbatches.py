@@ -28,13 +28,11 @@ if TYPE_CHECKING:
     from lightning_effi.config import EffiConfig
     from lightning_effi.strategy import EffiStrategy
 
-# Relative rounding error of a loss, by precision; a wrong rule is usually off by more.
-_TOLERANCES = {"64-true": 1e-10, "32-true": 2e-5}
-_LOW_PRECISION = 3e-3
-
 
 class Runner(Protocol):
     """Carries out the micro-batches of one step."""
+
+    def prepare(self, piece: Piece, args: Sequence[Any], microbatches: int) -> None: ...
 
     def train(
         self, pieces: Sequence[Piece], weights: Sequence[float], scale: float, args: Sequence[Any]
@@ -69,7 +67,7 @@ class MicrobatchedStep:
         self._splitter = None if config.splitter is None else resolve_name(config.splitter)
         self._choice = WeightChoice(
             config,
-            tolerance=_TOLERANCES.get(strategy.precision.precision, _LOW_PRECISION),
+            low_precision=strategy.precision.precision not in ("32-true", "64-true"),
             agreement=agreement,
             run=self._compare,
             log_rules=self._log_rules,
@@ -86,7 +84,8 @@ class MicrobatchedStep:
         assert module is not None
         self._args = args
         rows, pieces = self._cut(batch)
-        if len(pieces) > 1 and not self._probed:
+        self._runner.prepare(pieces[0], args, len(pieces))
+        if not self._probed and (len(pieces) > 1 or self._strategy.layout.pipeline > 1):
             self._probe(pieces[0])
         weights = self._choice.weights(batch, rows, pieces)
         window = module.trainer.accumulate_grad_batches

@@ -26,6 +26,9 @@ class SequentialRunner:
     def __init__(self, strategy: EffiStrategy) -> None:
         self._strategy = strategy
 
+    def prepare(self, piece: Piece, args: Sequence[Any], microbatches: int) -> None:
+        """The module runs as it is."""
+
     def train(
         self, pieces: Sequence[Piece], weights: Sequence[float], scale: float, args: Sequence[Any]
     ) -> list[StepResult]:
