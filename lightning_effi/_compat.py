@@ -281,6 +281,17 @@ def wrap_local(local: Tensor, like: DTensor) -> DTensor:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# torch: fake tensors
+
+
+def fake_tensor_mode() -> Any:
+    """Tensors with shapes and dtypes but no values (``torch._subclasses.FakeTensorMode``)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # torch: DistributedDataParallel
 
 

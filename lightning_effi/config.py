@@ -6,9 +6,10 @@ Every ``ValueError`` names the setting, the value that was given and the values 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from pkgutil import resolve_name
 from typing import Any, Literal, get_args
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -40,6 +41,9 @@ class Microbatches:
     def __post_init__(self) -> None:
         if self.count != "auto":
             check_positive("microbatches", self.count, also='"auto"')
+        for setting in ("weight", "splitter"):
+            check_dotted(f"microbatches.{setting}", getattr(self, setting), get_args(MicrobatchWeight))
+        check_bool("microbatches.oom_retry", self.oom_retry)
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,6 @@ class EffiConfig:
         default = _Defaults()
         unbuilt = [
             ("tensor_parallel_size", self.tensor_parallel_size, default.tensor_parallel_size),
-            ("pipeline_parallel_size", self.pipeline_parallel_size, default.pipeline_parallel_size),
-            ("microbatches", self.microbatches, default.microbatches),
-            ("pipeline", self.pipeline, default.pipeline),
             ("tensor", self.tensor, default.tensor),
             ("activation_checkpointing", self.activation_checkpointing, default.activation_checkpointing),
             ("attention", self.attention, default.attention),
@@ -163,8 +164,17 @@ class EffiConfig:
             ("compile", self.compile, default.compile),
         ]
         asked = [f"{name}={value!r} (use {allowed!r})" for name, value, allowed in unbuilt if value != allowed]
-        if self.microbatches == Microbatches(count=1):  # one piece per batch is what happens anyway
-            asked = [text for text in asked if not text.startswith("microbatches=")]
+        if self.pipeline.schedule not in ("1f1b", "gpipe"):
+            asked.append(f"pipeline={self.pipeline.schedule!r} (use '1f1b' or 'gpipe')")
+        if self.pipeline.virtual_stages not in (None, 1):
+            asked.append(f"pipeline with virtual_stages={self.pipeline.virtual_stages} (use None)")
+        if self.pipeline_parallel_size > 1:
+            if self.checkpoints.format == "sharded":
+                asked.append("checkpoints='sharded' with pipeline_parallel_size > 1 (use 'full')")
+            if self.verify is True:
+                asked.append("verify=True with pipeline_parallel_size > 1 (use 'auto', which compares the loss)")
+        if self.microbatches.oom_retry:
+            asked.append("microbatches with oom_retry=True (use oom_retry=False)")
         if self.checkpoints.asynchronous:
             asked.append(f"checkpoints={self.checkpoints!r} (use asynchronous=False)")
         if asked:
@@ -181,9 +191,6 @@ class _Defaults:
     """The values that mean "not asked for", kept apart so that comparing with them does not validate them."""
 
     tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    microbatches: Microbatches = field(default_factory=Microbatches)
-    pipeline: Pipeline = field(default_factory=Pipeline)
     tensor: TensorParallel | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
     attention: Attention = "auto"
@@ -229,6 +236,21 @@ def check_positive(setting: str, value: Any, also: str | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         choices = "an integer of at least 1" + (f" or {also}" if also else "")
         raise ValueError(f"{setting} must be {choices}, got {value!r}")
+
+
+def check_dotted(setting: str, value: Any, names: Sequence[str]) -> None:
+    """Raise unless ``value`` is ``None``, one of ``names`` or the dotted path of something callable."""
+    if value is None or value in names:
+        return
+    try:
+        if callable(resolve_name(value)):
+            return
+    except (ValueError, ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{setting} must be one of {', '.join(map(repr, names))} or the dotted path of a function, got {value!r}"
+            f" ({error})"
+        ) from error
+    raise ValueError(f"{setting}: {value!r} is not callable")
 
 
 def check_bool(setting: str, value: Any, also: str | None = None) -> None:

@@ -63,7 +63,14 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     @property
     def is_distributed(self) -> bool:
-        """Asked by Lightning before it injects distributed samplers and before it reduces logged values."""
+        """Asked by Lightning before it injects distributed samplers and before it reduces logged values.
+
+        Ranks that all work on the same batch need neither: the loader keeps its own order.
+        """
+        return self.has_several_processes and (self._layout is None or self.data_parallel_size > 1)
+
+    @property
+    def has_several_processes(self) -> bool:
         return self.num_processes * self.num_nodes > 1
 
     @property
@@ -90,12 +97,17 @@ class MeshStrategy(ParallelStrategy, ABC):
     @property
     def needs_process_group(self) -> bool:
         """One process needs none, unless it computes with other parameters than it stores."""
-        return self.is_distributed or self.precision_plugin.compute.everywhere  # type: ignore[attr-defined]
+        return self.has_several_processes or self.precision_plugin.compute.everywhere  # type: ignore[attr-defined]
 
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the ranks that average gradients."""
         return self._data_parallel_group
+
+    @property
+    def pipeline_group(self) -> Any:
+        """The process group of the ranks of one pipeline, in the order of stages."""
+        return self.device_mesh["pp"].get_group()
 
     @property
     def control_group(self) -> Any:
@@ -114,6 +126,12 @@ class MeshStrategy(ParallelStrategy, ABC):
             tensor_parallel_size=self.config.tensor_parallel_size,
             pipeline_parallel_size=self.config.pipeline_parallel_size,
         )
+        if self._layout.pipeline > 1 and self.data_parallel_size > 1 and self.config.zero_stage > 0:
+            raise ValueError(
+                f"pipeline_parallel_size={self._layout.pipeline} with {self.data_parallel_size} data-parallel ranks is"
+                f" only carried out with zero_stage=0 by this version, and zero_stage is {self.config.zero_stage}. Use"
+                " zero_stage=0"
+            )
 
     @override
     def setup_environment(self) -> None:

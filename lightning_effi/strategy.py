@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -42,8 +43,13 @@ from lightning_effi.config import (
 from lightning_effi.diagnose.run import RunProbe
 from lightning_effi.launch import end_other_processes, make_launcher
 from lightning_effi.mesh import MeshStrategy
+from lightning_effi.pipeline.engine import PipelineEngine
+from lightning_effi.pipeline.plan import PipelinePlan
+from lightning_effi.pipeline.runner import PipelineRunner
+from lightning_effi.pipeline.stages import StageParameters
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
+from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.build import build_engine
 from lightning_effi.sharding.deferred import parameters_on_meta
 from lightning_effi.sharding.engine import Engine
@@ -52,6 +58,8 @@ from lightning_effi.sharding.plan import plan_sharding
 from lightning_effi.sharding.refuse import refuse_averaging_of_shards, refuse_unshardable
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
+from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
+from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.step.signals import DeferredSignals
 
 if TYPE_CHECKING:
@@ -168,6 +176,7 @@ class EffiStrategy(MeshStrategy):
         self._plan: Plan | None = None
         self._shown_plan = ""
         self._engine: Engine | None = None
+        self._microbatched: MicrobatchedStep | None = None
         self._window = AccumulationWindow(exact=exact_accumulation)
         self._checkpoint = RunCheckpoint(self)
         self._probe = RunProbe(self)
@@ -202,6 +211,18 @@ class EffiStrategy(MeshStrategy):
     def last_grad_norm(self) -> Tensor | None:
         """Norm of the whole gradient before the last clipping by norm; ``None`` before the first."""
         return self.precision.last_grad_norm
+
+    @property
+    def stages(self) -> StageParameters | None:
+        """The parameters of this rank's pipeline stage; ``None`` without a pipeline, and before its first step."""
+        return self._engine.stages if isinstance(self._engine, PipelineEngine) else None
+
+    @property
+    def optimizer_names(self) -> list[list[list[str]]]:
+        """Names of the whole module's parameters by optimizer and group, once a pipeline has split it."""
+        assert isinstance(self._engine, PipelineEngine)
+        assert self._engine.runner is not None
+        return self._engine.runner.optimizer_names
 
     @property
     def has_engine(self) -> bool:
@@ -249,6 +270,7 @@ class EffiStrategy(MeshStrategy):
             self.engine.rest()
             self.setup_optimizers(trainer)
         self._prepare_optimizers(trainer)
+        self._microbatched = self._setup_microbatches() if fitting else None
         self.setup_precision_plugin()
         self._show_plan()
         self.barrier("setup")
@@ -269,18 +291,46 @@ class EffiStrategy(MeshStrategy):
         self._plan = Plan(self.layout, plan, self.precision.precision, moments(self.optimizers))
         self._probe.before_sharding(module)
         optimizers = DetachedOptimizers(self.optimizers, module) if plan.is_sharded else None
-        self._engine = build_engine(
-            module,
-            plan,
-            mesh=self._device_mesh,
-            data_parallel_group=self.data_parallel_group,
-            control_group=self.control_group,
-            device=self.root_device,
-            sync_every_backward=self.config.syncs_every_backward,
-            processes_per_node=self.num_processes,
-        )
+        if self.layout.pipeline > 1:
+            self._engine = PipelineEngine(
+                module, group=self.pipeline_group, replicas=self.data_parallel_group, device=self.root_device
+            )
+        else:
+            self._engine = build_engine(
+                module,
+                plan,
+                mesh=self._device_mesh,
+                data_parallel_group=self.data_parallel_group,
+                control_group=self.control_group,
+                device=self.root_device,
+                sync_every_backward=self.config.syncs_every_backward,
+                processes_per_node=self.num_processes,
+            )
         if optimizers is not None:
             optimizers.attach(module)
+
+    def _setup_microbatches(self) -> MicrobatchedStep | None:
+        """``None``: each batch is one piece."""
+        stages, count = self.layout.pipeline, self.config.microbatches.count
+        if stages == 1 and count in ("auto", 1):
+            return None
+        module = self.lightning_module
+        assert module is not None
+        refuse_uncuttable(module, self.config, self.data_parallel_size)
+        if isinstance(self.engine, PipelineEngine):
+            self.engine.runner = PipelineRunner(self, self.pipeline_group)
+            count = 3 * stages if count == "auto" else count
+            runner: Runner = self.engine.runner
+        else:
+            runner = SequentialRunner(self)
+        agreement = Agreement(self.control_group) if self.data_parallel_size > 1 else None
+        return MicrobatchedStep(self, runner, int(count), agreement)
+
+    def on_split(self, plan: PipelinePlan) -> None:
+        """The pipeline's first training step has split the module."""
+        self._plan = replace(self.plan, pipeline=plan)
+        self.precision.stages = self.stages
+        self._show_plan()
 
     def _show_plan(self) -> None:
         """Once, unless it has changed (another module, another optimizer)."""
@@ -306,6 +356,8 @@ class EffiStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         self._probe.before_first_step(*args, **kwargs)
+        if self._microbatched is not None:
+            return self._microbatched(*args, **kwargs)
         with self.precision.train_step_context():
             return self.engine.run_step(self.lightning_module.training_step, *args, **kwargs)
 
@@ -345,9 +397,12 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
-        self.engine.before_backward(closure_loss)
-        self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        self.engine.after_backward()  # before on_after_backward, which post_backward calls
+        if self._microbatched is not None and self._microbatched.has_gradients:
+            self._microbatched.give_gradients()
+        else:
+            self.engine.before_backward(closure_loss)
+            self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+            self.engine.after_backward()  # before on_after_backward, which post_backward calls
         self._window.count()
         closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
