@@ -338,6 +338,18 @@ def unwrap_lightning_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
+def keep_loader_order(trainer: pl.Trainer) -> None:
+    """No DistributedSampler for this run: where all ranks work on one batch, a loader's own order is the right one."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def metrics_in_group(module: nn.Module, group: Any) -> None:
+    """Let torchmetrics' metrics add up over the data-parallel ranks only; they know of all ranks or of a group."""
+    for metric in module.modules():
+        if hasattr(metric, "process_group") and hasattr(metric, "_to_sync") and metric.process_group is None:
+            metric.process_group = group
+
+
 def synced_log_keys(trainer: pl.Trainer) -> list[str]:
     """Names of the plain values that the running loop is to reduce over the ranks (``sync_dist``), in that order."""
     results: dict[str, Any] = trainer._results or {}

@@ -6,6 +6,7 @@ Every ``ValueError`` names the setting, the value that was given and the values 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -20,6 +21,8 @@ StateDtype = Literal["float32", "bfloat16", "float16", "int8"]
 GradientSync = Literal["auto", "every", "last"]
 CheckpointFormat = Literal["full", "sharded"]
 StartMethod = Literal["auto", "popen", "fork", "spawn"]
+
+_TENSOR_STYLE = re.compile(r"column|row|column_gather|column_packed:\d+(,\d+)*|vocab|replicate")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,19 @@ class TensorParallel:
 
     plan: Literal["auto"] | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool("tensor.sequence_parallel", self.sequence_parallel)
+        if self.plan == "auto":
+            return
+        if not isinstance(self.plan, Mapping):
+            raise ValueError(f'tensor.plan must be "auto" or a mapping of name patterns to styles, got {self.plan!r}')
+        for pattern, style in self.plan.items():
+            if not _TENSOR_STYLE.fullmatch(str(style)):
+                raise ValueError(
+                    f"tensor.plan: unknown style {style!r} for {pattern!r}; the styles are column, row, column_gather,"
+                    " column_packed:k (k equal pieces), column_packed:a,b,... (their sizes), vocab, replicate"
+                )
 
 
 @dataclass(frozen=True)
@@ -145,17 +161,20 @@ class EffiConfig:
                 f"replicate_size={self.replicate_size} asks for copies of a sharded group, but zero_stage=0 shards"
                 " nothing: every rank is a copy already. Use zero_stage=1, 2 or 3, or leave replicate_size at 1"
             )
+        if self.tensor is not None and self.tensor_parallel_size == 1:
+            raise ValueError(
+                f"tensor={self.tensor!r} has no effect with tensor_parallel_size=1. Set tensor_parallel_size, or leave"
+                " tensor out"
+            )
         self._refuse_what_is_not_built()
 
     def _refuse_what_is_not_built(self) -> None:
         """Settings of the public contract that this version does not carry out are refused, never ignored."""
         default = _Defaults()
         unbuilt = [
-            ("tensor_parallel_size", self.tensor_parallel_size, default.tensor_parallel_size),
             ("pipeline_parallel_size", self.pipeline_parallel_size, default.pipeline_parallel_size),
             ("microbatches", self.microbatches, default.microbatches),
             ("pipeline", self.pipeline, default.pipeline),
-            ("tensor", self.tensor, default.tensor),
             ("activation_checkpointing", self.activation_checkpointing, default.activation_checkpointing),
             ("attention", self.attention, default.attention),
             ("optimizer_states", self.optimizer_states, default.optimizer_states),
@@ -167,6 +186,10 @@ class EffiConfig:
             asked = [text for text in asked if not text.startswith("microbatches=")]
         if self.checkpoints.asynchronous:
             asked.append(f"checkpoints={self.checkpoints!r} (use asynchronous=False)")
+        if self.tensor is not None and self.tensor.sequence_parallel:
+            asked.append("tensor.sequence_parallel=True (use False)")
+        if self.tensor is not None and self.tensor.plan != "auto" and "vocab" in self.tensor.plan.values():
+            asked.append("tensor.plan with the style 'vocab' (leave the layer out: it stays whole)")
         if asked:
             raise ValueError("This version of lightning_effi does not carry out " + "; ".join(asked))
 
@@ -180,11 +203,9 @@ class EffiConfig:
 class _Defaults:
     """The values that mean "not asked for", kept apart so that comparing with them does not validate them."""
 
-    tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     microbatches: Microbatches = field(default_factory=Microbatches)
     pipeline: Pipeline = field(default_factory=Pipeline)
-    tensor: TensorParallel | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
     attention: Attention = "auto"
     optimizer_states: OptimizerStates = field(default_factory=OptimizerStates)

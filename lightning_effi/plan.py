@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_effi.layout import Layout
 from lightning_effi.sharding.plan import ShardingPlan
+from lightning_effi.tensor.plan import TensorPlan
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -18,6 +19,7 @@ class Plan:
     sharding: ShardingPlan
     precision: str
     moments: int | None = None
+    tensor: TensorPlan | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -29,6 +31,7 @@ class Plan:
         costs = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in self.bytes_per_rank.items())
         lines = [
             f"{self.layout.world_size} processes ({self.layout}), precision {self.precision}",
+            *(() if self.tensor is None else str(self.tensor).splitlines()),
             *str(self.sharding).splitlines(),
             f"bytes per rank: {costs}",
             *self.notes,

@@ -48,13 +48,13 @@ def moments(optimizers: Iterable[Optimizer]) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def refuse_unshardable(optimizers: Iterable[Optimizer], zero_stage: int) -> None:
-    """Raise for optimizers that cannot work on shards."""
+def refuse_unshardable(optimizers: Iterable[Optimizer], setting: str) -> None:
+    """Raise for optimizers that cannot work on shards, which ``setting`` makes."""
     for optimizer in optimizers:
         if isinstance(optimizer, _UNSHARDABLE):
             raise ValueError(
-                f"zero_stage={zero_stage} shards the parameters, and {type(optimizer).__name__} needs each of them"
-                " whole. Use zero_stage=0, or another optimizer"
+                f"{setting} shards the parameters, and {type(optimizer).__name__} needs each of them whole. Use"
+                " zero_stage=0 and tensor_parallel_size=1, or another optimizer"
             )
 
 
