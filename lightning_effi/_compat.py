@@ -44,6 +44,32 @@ def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> 
     dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, src)
 
 
+def all_gather_rows(output: Tensor, rows: Tensor, group: Any) -> None:
+    """``dist.all_gather_into_tensor``, which torch 2.14 renamed to ``all_gather_single``."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, rows, group=group)
+
+
+def quiet_sequential_gathers() -> None:
+    """Drop torch's advice against gathering a tensor that is sharded over two axes of a mesh.
+
+    FSDP2 makes such tensors of tensor-parallel ones, and checkpoints gather them; there is nothing that a user could
+    change about it.
+    """
+    import logging
+
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    if not any(isinstance(f, _SequentialGathers) for f in logger.filters):
+        logger.addFilter(_SequentialGathers())
+
+
+class _SequentialGathers:
+    def filter(self, record: Any) -> bool:
+        return "sequential all_gather operations" not in record.getMessage()
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id() != -1
@@ -238,6 +264,16 @@ def read_scalars_globally() -> None:
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = read
+
+
+def is_sharded(placement: Any) -> bool:
+    """Whether ranks along this axis hold different parts of a DTensor.
+
+    FSDP2 over a dim that tensor parallelism has cut already gives ``_StridedShard``, of which ``is_shard()`` is false.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return bool(placement.is_shard()) or isinstance(placement, _StridedShard)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

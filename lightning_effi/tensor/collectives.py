@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_effi import _compat
+
 
 @dataclass(frozen=True)
 class TensorGroup:
@@ -183,7 +185,7 @@ def _local_part(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: Tensor
 def _whole(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
     rows = tensor.movedim(dim, 0).contiguous()
     everybody = torch.empty((sum(pieces), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
-    dist.all_gather_into_tensor(everybody, rows, group=group.process_group)
+    _compat.all_gather_rows(everybody, rows, group.process_group)
     if len(pieces) > 1:
         order = torch.cat([rows_of(rank, pieces, group.size) for rank in range(group.size)])
         everybody = everybody.index_select(0, torch.argsort(order).to(tensor.device))

@@ -50,6 +50,7 @@ class TensorRun:
         module.to(strategy.root_device)
         broadcast_states([*module.parameters(), *module.buffers()], dist.group.WORLD)
         agree_on_randomness(strategy.tensor_control_group, strategy.data_parallel_rank)
+        _compat.quiet_sequential_gathers()
         _compat.metrics_in_group(module, strategy.data_parallel_group)
         # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
         self._fastpath = torch.backends.mha.get_fastpath_enabled()

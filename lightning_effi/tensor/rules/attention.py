@@ -50,7 +50,7 @@ def _heads_of(tensor: Tensor, split: Split) -> Tensor:
     """The key or value heads that this rank's queries look at."""
     if isinstance(tensor, SplitTensor):
         if tensor.placement.dim != tensor.dim() - 3 or not tensor.placement.is_contiguous:
-            raise CannotSplitError("keys are split in another dim than queries", split.sources)
+            raise CannotSplitError("keys or values are not split by heads", tensor.placement.sources)
         return tensor
     heads = tensor.shape[-3]
     whole = tensor if heads == split.size else tensor.repeat_interleave(split.size // heads, dim=-3)

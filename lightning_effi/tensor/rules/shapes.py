@@ -95,6 +95,8 @@ def _moved_split(split: Split, shape: Sequence[int], sizes: Sequence[int]) -> tu
         if reached * size > before:
             break
         reached *= size
+    if dim and reached == before and sizes[dim - 1] == 1 and (not split.dim or shape[split.dim - 1] != 1):
+        raise CannotSplitError(f"1 head is not divisible by tensor_parallel_size={split.group.size}", split.sources)
     outer, inner = before // reached, sizes[dim] // (before // reached)
     if before % reached or sizes[dim] % outer:
         raise CannotSplitError(
