@@ -44,6 +44,32 @@ def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> 
     dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, src)
 
 
+def all_gather_rows(output: Tensor, rows: Tensor, group: Any) -> None:
+    """``dist.all_gather_into_tensor``, which torch 2.14 renamed to ``all_gather_single``."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, rows, group=group)
+
+
+def quiet_sequential_gathers() -> None:
+    """Drop torch's advice against gathering a tensor that is sharded over two axes of a mesh.
+
+    FSDP2 makes such tensors of tensor-parallel ones, and checkpoints gather them; there is nothing that a user could
+    change about it.
+    """
+    import logging
+
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    if not any(isinstance(f, _SequentialGathers) for f in logger.filters):
+        logger.addFilter(_SequentialGathers())
+
+
+class _SequentialGathers:
+    def filter(self, record: Any) -> bool:
+        return "sequential all_gather operations" not in record.getMessage()
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id() != -1
@@ -266,6 +292,16 @@ def log_scalars_globally() -> None:
     _ResultMetric.update = update  # type: ignore[method-assign]
 
 
+def is_sharded(placement: Any) -> bool:
+    """Whether ranks along this axis hold different parts of a DTensor.
+
+    FSDP2 over a dim that tensor parallelism has cut already gives ``_StridedShard``, of which ``is_shard()`` is false.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return bool(placement.is_shard()) or isinstance(placement, _StridedShard)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor on this rank, without autograd (``DTensor._local_tensor``); a plain tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -373,6 +409,18 @@ def optimizers_to_device(optimizers: Iterable[Any], device: torch.device) -> Non
 def unwrap_lightning_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)
+
+
+def keep_loader_order(trainer: pl.Trainer) -> None:
+    """No DistributedSampler for this run: where all ranks work on one batch, a loader's own order is the right one."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def metrics_in_group(module: nn.Module, group: Any) -> None:
+    """Let torchmetrics' metrics add up over the data-parallel ranks only; they know of all ranks or of a group."""
+    for metric in module.modules():
+        if hasattr(metric, "process_group") and hasattr(metric, "_to_sync") and metric.process_group is None:
+            metric.process_group = group
 
 
 def synced_log_keys(trainer: pl.Trainer) -> list[str]:

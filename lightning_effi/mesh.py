@@ -34,6 +34,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         self._device_mesh: DeviceMesh | None = None
         self._data_parallel_group: Any = None
         self._control_group: Any = None
+        self._tensor_control_group: Any = None
 
     # -- who is who --------------------------------------------------------------------------------------------------
 
@@ -114,6 +115,11 @@ class MeshStrategy(ParallelStrategy, ABC):
         """The same ranks, with a backend for CPU tensors."""
         return self._control_group
 
+    @property
+    def tensor_control_group(self) -> Any:
+        """The ranks of this process's tensor-parallel group, with a backend for CPU tensors."""
+        return self._tensor_control_group
+
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def resolve_layout(self) -> None:
@@ -152,25 +158,22 @@ class MeshStrategy(ParallelStrategy, ABC):
             self._data_parallel_group = _compat.flatten_mesh(
                 self._device_mesh["replicate", "shard"], "data_parallel"
             ).get_group()
-            self._control_group = self._make_control_group()
+            self._control_group = self._on_cpu(self._data_parallel_group, ("replicate", "shard"))
+            self._tensor_control_group = self._on_cpu(self._device_mesh["tp"].get_group(), ("tp",))
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
-    def _make_control_group(self) -> Any:
-        """The data-parallel ranks again, with a backend for CPU tensors; every rank must make every group."""
+    def _on_cpu(self, group: Any, axes: tuple[str, ...]) -> Any:
+        """The ranks along ``axes`` again, with a backend for CPU tensors; every rank must make every group."""
         if self.root_device.type == "cpu":
-            return self._data_parallel_group
+            return group
         layout, mine = self.layout, None
-        for first in range(layout.world_size):
-            place = layout.coordinates(first)
-            if place.replicate == 0 and place.shard == 0:
-                ranks = [
-                    rank
-                    for rank in range(layout.world_size)
-                    if (layout.coordinates(rank).pp, layout.coordinates(rank).tp) == (place.pp, place.tp)
-                ]
-                group = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
-                mine = group if self.global_rank in ranks else mine
+        by_place: dict[Any, list[int]] = {}
+        for rank in range(layout.world_size):
+            by_place.setdefault(layout.coordinates(rank)._replace(**dict.fromkeys(axes, 0)), []).append(rank)
+        for ranks in by_place.values():
+            group = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
+            mine = group if self.global_rank in ranks else mine
         return mine
 
     def set_world_ranks(self) -> None:

@@ -8,6 +8,7 @@ from lightning_effi.layout import Layout
 from lightning_effi.pipeline.plan import PipelinePlan
 from lightning_effi.pipeline.schedule import Timeline
 from lightning_effi.sharding.plan import ShardingPlan
+from lightning_effi.tensor.plan import TensorPlan
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -21,6 +22,7 @@ class Plan:
     precision: str
     moments: int | None = None
     pipeline: PipelinePlan | None = None
+    tensor: TensorPlan | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -43,6 +45,7 @@ class Plan:
         costs = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in self.bytes_per_rank.items())
         lines = [
             f"{self.layout.world_size} processes ({self.layout}), precision {self.precision}",
+            *(() if self.tensor is None else str(self.tensor).splitlines()),
             *(str(self.pipeline).splitlines() if self.pipeline else str(self.sharding).splitlines()),
             f"bytes per rank: {costs}",
             *self.notes,

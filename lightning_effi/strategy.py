@@ -61,6 +61,8 @@ from lightning_effi.step.batches import agree_on_length
 from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
 from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.step.signals import DeferredSignals
+from lightning_effi.tensor.plan import TensorPlan
+from lightning_effi.tensor.run import TensorRun
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -181,14 +183,21 @@ class EffiStrategy(MeshStrategy):
         self._checkpoint = RunCheckpoint(self)
         self._probe = RunProbe(self)
         self._signals = DeferredSignals()
+        self._tensor = TensorRun(self)
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """What is sharded how, and the bytes per rank; known once the module has been set up."""
-        if self._plan is None:
-            raise RuntimeError("strategy.plan is known once the module has been set up (from on_fit_start on)")
+        """What is sharded how, and the bytes per rank; known once the module has been set up.
+
+        With tensor parallelism that is in the first step, which shows what the blocks are called with.
+        """
+        if self._plan is None or self._tensor.is_pending:
+            raise RuntimeError(
+                "strategy.plan is known once the module has been set up (from on_fit_start on, with tensor parallelism"
+                " from the end of the first step on)"
+            )
         return self._plan
 
     @property
@@ -284,13 +293,41 @@ class EffiStrategy(MeshStrategy):
         self.model = self.precision.convert_module(module)
         if fitting:
             self.setup_optimizers(trainer)
+        if self.layout.tensor > 1:
+            refuse_unshardable(self.optimizers, f"tensor_parallel_size={self.layout.tensor}")
+            if self.data_parallel_size == 1:
+                _compat.keep_loader_order(trainer)
+            self._tensor.prepare(module)
+            self._engine = Engine(module)  # until the first step
+            return
+        self._probe.before_sharding(module)
+        self._shard_module(module, None)
+
+    def _split_module(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Tensor parallelism is planned in the first step, whose batch shows what the blocks are called with."""
+        module = self.lightning_module
+        assert module is not None
+        with torch.inference_mode(False):
+            plan = self._tensor.plan(module, step, args, kwargs)
+            self._probe.before_sharding(module)
+            optimizers = DetachedOptimizers(self.optimizers, module)
+            self._tensor.apply(module, plan)
+            self._shard_module(module, plan, optimizers)
+            self._prepare_optimizers(module.trainer)
+        self._show_plan()
+
+    def _shard_module(
+        self, module: pl.LightningModule, tensor: TensorPlan | None, optimizers: DetachedOptimizers | None = None
+    ) -> None:
+        """Exchange the parameters for shards, in the module and in its optimizers (``optimizers``: detached already)."""
+        states = moments(self.optimizers)
         plan = plan_sharding(module, self.layout, self.config.zero_stage, self.precision.compute)
         if plan.is_sharded:
-            refuse_unshardable(self.optimizers, self.config.zero_stage)
-            refuse_averaging_of_shards(trainer, self.config.zero_stage)
-        self._plan = Plan(self.layout, plan, self.precision.precision, moments(self.optimizers))
-        self._probe.before_sharding(module)
-        optimizers = DetachedOptimizers(self.optimizers, module) if plan.is_sharded else None
+            refuse_unshardable(self.optimizers, f"zero_stage={self.config.zero_stage}")
+            refuse_averaging_of_shards(module.trainer, self.config.zero_stage)
+        self._plan = Plan(self.layout, plan, self.precision.precision, states, tensor=tensor)
+        if optimizers is None and plan.is_sharded:
+            optimizers = DetachedOptimizers(self.optimizers, module)
         if self.layout.pipeline > 1:
             self._engine = PipelineEngine(
                 module, group=self.pipeline_group, replicas=self.data_parallel_group, device=self.root_device
@@ -334,6 +371,8 @@ class EffiStrategy(MeshStrategy):
 
     def _show_plan(self) -> None:
         """Once, unless it has changed (another module, another optimizer)."""
+        if self._tensor.is_pending:
+            return
         if (text := str(self.plan)) != self._shown_plan:
             self._shown_plan = text
             rank_zero_info(text)
@@ -355,6 +394,10 @@ class EffiStrategy(MeshStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        self._tensor.check_batch(args)
+        if self._tensor.is_pending:
+            with self.precision.train_step_context():
+                self._split_module(self.lightning_module.training_step, args, kwargs)
         self._probe.before_first_step(*args, **kwargs)
         if self._microbatched is not None:
             return self._microbatched(*args, **kwargs)
@@ -381,6 +424,9 @@ class EffiStrategy(MeshStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step without backward: what it gathered must not outlive it, or a later load would be lost with it."""
+        self._tensor.check_batch(args)
+        if self._tensor.is_pending:
+            self._split_module(step, args, kwargs)
         try:
             return self.engine.run_step(step, *args, **kwargs)
         finally:
@@ -514,8 +560,11 @@ class EffiStrategy(MeshStrategy):
         self.accelerator.teardown()
 
     def _release_module(self) -> None:
+        if self._plan is not None and not self._plan.sharding.is_sharded:
+            self._tensor.undo()
         assert self.lightning_module is not None
         if self.engine.release(self.optimizers):
+            self._tensor.undo()
             self._engine = None
             if self._layer_sync is not None:
                 self._layer_sync.revert(self.lightning_module)

@@ -36,7 +36,8 @@ class RunProbe:
     def before_sharding(self, module: nn.Module) -> None:
         """Keep a copy if the run is to be verified; data parallelism infers nothing, so ``auto`` has no need to."""
         strategy = self._strategy
-        if strategy.config.verify is not True or not strategy.is_distributed:
+        wanted = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
+        if not wanted or not strategy.is_distributed:
             return
         self._plain = copy.deepcopy(module).to(strategy.root_device)
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_effi.sharding.deferred import DeferredValues
 from lightning_effi.sharding.engine import Engine
-from lightning_effi.sharding.initial import broadcast_states, materialize
+from lightning_effi.sharding.initial import broadcast_states
 
 if TYPE_CHECKING:
     from lightning_effi.pipeline.runner import PipelineRunner
@@ -32,7 +33,7 @@ class PipelineEngine(Engine):
         self, module: nn.Module, *, group: dist.ProcessGroup, replicas: dist.ProcessGroup, device: torch.device
     ) -> None:
         super().__init__(module)
-        materialize(module, device)
+        DeferredValues(module).fill_through(module)
         module.to(device)
         for ranks in (group, replicas):
             broadcast_states([*module.parameters(), *module.buffers()], ranks)

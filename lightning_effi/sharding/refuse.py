@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 _UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
-def refuse_unshardable(optimizers: Iterable[Optimizer], zero_stage: int) -> None:
-    """Raise ``ValueError`` for optimizers that need whole parameters."""
+def refuse_unshardable(optimizers: Iterable[Optimizer], setting: str) -> None:
+    """Raise ``ValueError`` for optimizers that need whole parameters, which ``setting`` shards."""
     for optimizer in optimizers:
         if isinstance(optimizer, _UNSHARDABLE):
             raise ValueError(
-                f"zero_stage={zero_stage} shards the parameters, and {type(optimizer).__name__} needs each of them"
-                " whole. Use zero_stage=0, or another optimizer"
+                f"{setting} shards the parameters, and {type(optimizer).__name__} needs each of them whole. Use"
+                " zero_stage=0 and tensor_parallel_size=1, or another optimizer"
             )
 
 

@@ -103,6 +103,6 @@ def _reduce_over_shards(part: Tensor, placement: Any, norm_type: float) -> Tenso
     mesh, placements = placement
     operation = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
     for dim, where in enumerate(placements):
-        if where.is_shard():
+        if _compat.is_sharded(where):
             dist.all_reduce(part, operation, group=mesh.get_group(dim))
     return part
