@@ -363,6 +363,13 @@ def reset_seed() -> None:
     lightning_reset_seed()
 
 
+def is_seeded() -> bool:
+    """Whether this process was seeded as ``seed_everything`` asked for; a spawned process was not."""
+    import os
+
+    return os.environ.get("PL_GLOBAL_SEED") in (None, str(torch.initial_seed()))
+
+
 def set_rank_zero(rank: int) -> None:
     """Tell Lightning's two ``rank_zero_only`` decorators which rank this process has."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only

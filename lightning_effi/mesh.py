@@ -142,7 +142,9 @@ class MeshStrategy(ParallelStrategy, ABC):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        _compat.reset_seed()
+        if self.is_distributed or not _compat.is_seeded():
+            # otherwise the loader goes on from where the module's initialisation left, as in a single process
+            _compat.reset_seed()
         self.set_world_ranks()
         if not self.needs_process_group:
             return

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_effi import _compat
 
@@ -58,14 +58,18 @@ class Interception:
 
     Args:
         root: the user's module.
-        names: blocks and units.
+        blocks: names of blocks.
+        units: names of the modules with parameters beside them.
     """
 
-    def __init__(self, root: nn.Module, names: Sequence[str]) -> None:
-        self._modules = {name: root.get_submodule(name) for name in names}
+    def __init__(self, root: nn.Module, blocks: Sequence[str], units: Sequence[str]) -> None:
+        self._modules = {name: root.get_submodule(name) for name in (*blocks, *units)}
         self._real = {name: module.forward for name, module in self._modules.items()}
         mode = _compat.fake_tensor_mode()
-        self._outputs = {name: FakeOutputs(module, mode) for name, module in self._modules.items()}
+        self._outputs = {
+            name: FakeOutputs(module, mode, first_tensor if name in blocks else None)
+            for name, module in self._modules.items()
+        }
         self.elsewhere: frozenset[str] = frozenset()
         """Blocks and units whose parameters this rank does not hold."""
         self._handler: Handler | None = None
@@ -124,10 +128,11 @@ class Interception:
 class FakeOutputs:
     """Output shapes of a module, found by running a copy of it without memory on fake tensors."""
 
-    def __init__(self, module: nn.Module, mode: Any) -> None:
+    def __init__(self, module: nn.Module, mode: Any, stand_in: Callable[[Any, Any], Any] | None) -> None:
         self._mode = mode
         self._clone = self._make_clone(module)
         self._known: dict[Any, Any] = {}
+        self._stand_in = stand_in
         self.flops = 0
 
     def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any], fill: float) -> Any:
@@ -146,8 +151,16 @@ class FakeOutputs:
 
         fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
         counter = FlopCounterMode(display=False)
-        with torch.random.fork_rng(devices=[]), self._mode, counter:
-            output = self._clone(*fake_args, **fake_kwargs)
+        try:
+            with torch.random.fork_rng(devices=[]), self._mode, counter:
+                output = self._clone(*fake_args, **fake_kwargs)
+        except Exception:
+            # Experts that are chosen by computed values, and kernels without a shape rule, cannot run without values.
+            # A residual block returns what its first argument looks like; where it does not, the check of what is
+            # really sent fails by name.
+            if self._stand_in is None:
+                raise
+            output = self._stand_in(fake_args, fake_kwargs)
         self.flops = counter.get_total_flops()
         return tree_map(lambda value: TensorMeta.of(value) if isinstance(value, Tensor) else value, output)
 
@@ -164,6 +177,11 @@ class FakeOutputs:
                     buffer.shape, buffer.stride(), dtype=buffer.dtype, device=buffer.device
                 )
         return copy.deepcopy(module, memo)
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a residual block works on."""
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
 
 
 def signature(tree: Any) -> Any:

@@ -120,7 +120,9 @@ def _first_blocks(trace: Trace, sizes: Sequence[int] | int) -> list[int]:
         if sum(sizes) != len(blocks) or min(sizes) < 1:
             raise ValueError(f"pipeline split={list(sizes)} must add up to the {len(blocks)} blocks of the module")
         return [0, *itertools.accumulate(sizes[:-1])]
-    costs = [float(trace.flops[name]) for name in blocks]
+    known = [trace.flops[name] for name in blocks if trace.flops[name]]
+    typical = sum(known) / len(known) if known else 1.0  # for blocks whose operations could not be counted
+    costs = [float(trace.flops[name] or typical) for name in blocks]
     for name, positions in trace.units.items():
         for position in positions:
             costs[max(position - 1, 0)] += trace.flops[name]

@@ -111,8 +111,17 @@ class StageParameters:
             self._put(name, parameter)
 
     def _put(self, name: str, parameter: nn.Parameter | None) -> None:
+        """Code asks for ``weight.dtype`` or ``.device``: in place of a missing parameter it finds a tensor that knows
+        both, takes no memory, and is full of NaN.
+        """
+        shape, dtype, device, _ = self._shapes[name]
+        stand_in = torch.full((), float("nan"), device=device).to(dtype).expand(shape)
         for owner, key in self._places[name]:
             owner._parameters[key] = parameter
+            if parameter is None:
+                owner.__dict__[key] = stand_in
+            else:
+                owner.__dict__.pop(key, None)
 
     def _make_groups(
         self, plan: PipelinePlan, pipelines: Sequence[Sequence[int]]

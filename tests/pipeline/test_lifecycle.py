@@ -60,9 +60,7 @@ def loader(rows: int, size: int, seed: int, shuffle: bool = False) -> DataLoader
     return DataLoader(batches(1, rows=rows, seed=seed)[0], batch_size=size, shuffle=shuffle)  # type: ignore[arg-type]
 
 
-def fit(
-    strategy: Any, world_size: int, directory: Path, epochs: int = 2, resume: str | None = None, **flags: Any
-) -> dict[str, Any]:
+def fit(strategy: Any, world_size: int, directory: Path, epochs: int, resume: str | None = None) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
     module = Classifier(optimizer="adamw", learning_rate=1e-2)
     stopping = EarlyStopping("val_loss", patience=1)
@@ -76,9 +74,10 @@ def fit(
         enable_checkpointing=True,
         default_root_dir=directory,
         log_every_n_steps=1,
-        **flags,
+        precision="64-true",  # in fp32, AdamW makes an update of the rounding noise in the gradient of a key bias
     )
-    trainer.fit(module, loader(13, 4, 1, shuffle=True), loader(13, 4, 2), ckpt_path=resume)
+    # a resumed run draws another order, in stock Lightning too
+    trainer.fit(module, loader(13, 4, 1, shuffle=epochs > 2), loader(13, 4, 2), ckpt_path=resume)
     return {
         "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
         "parameters": {name: p.detach().clone() for name, p in module.named_parameters()},
@@ -89,18 +88,20 @@ def fit(
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours["metrics"] == pytest.approx(theirs["metrics"], rel=1e-4)
+    assert ours["metrics"] == pytest.approx(theirs["metrics"], rel=1e-6)
     assert (ours["step"], ours["epoch"]) == (theirs["step"], theirs["epoch"])
-    assert ours["best"] == pytest.approx(theirs["best"], rel=1e-4)
     assert list(ours["parameters"]) == list(theirs["parameters"])
     for name, parameter in theirs["parameters"].items():
-        torch.testing.assert_close(ours["parameters"][name], parameter, rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            ours["parameters"][name], parameter, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_run_with_validation_and_checkpoints_equals_the_single_process(tmp_path: Path) -> None:
-    reference = run_isolated(fit, None, 1, tmp_path / "plain")
-    for record in run_distributed(fit, 2, STAGES, 2, tmp_path / "stages"):
+    reference = run_isolated(fit, None, 1, tmp_path / "plain", 3)
+    for record in run_distributed(fit, 2, STAGES, 2, tmp_path / "stages", 3):
         assert_same(record, reference)
+        assert record["best"] == pytest.approx(reference["best"], rel=1e-6)
     ours = torch.load(tmp_path / "stages" / "last.ckpt", weights_only=True)
     theirs = torch.load(tmp_path / "plain" / "last.ckpt", weights_only=True)
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
@@ -112,20 +113,17 @@ def test_run_with_validation_and_checkpoints_equals_the_single_process(tmp_path:
     ]
     for position, entries in their_state["state"].items():
         for key, value in entries.items():
-            torch.testing.assert_close(our_state["state"][position][key], value, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(our_state["state"][position][key], value, rtol=1e-6, atol=1e-9)
 
 
 def test_checkpoints_go_both_ways_between_stages_and_a_single_process(tmp_path: Path) -> None:
-    whole = run_isolated(fit, None, 1, tmp_path / "whole", 2)
-    run_distributed(fit, 2, STAGES, 2, tmp_path / "stages", 1)
     run_isolated(fit, None, 1, tmp_path / "plain", 1)
-    for start, strategy in (("plain", STAGES), ("stages", STAGES), ("stages", None)):
-        resume = str(tmp_path / start / "last.ckpt")
-        arguments = (tmp_path / f"resumed-{start}-{strategy is None}", 2, resume)
-        record = run_distributed(fit, 2, strategy, 2, *arguments)[1] if strategy else run_isolated(
-            fit, None, 1, *arguments
-        )  # fmt: skip
-        assert_same(record, whole)
+    run_distributed(fit, 2, STAGES, 2, tmp_path / "stages", 1)
+    reference = run_isolated(fit, None, 1, tmp_path / "reference", 2, str(tmp_path / "plain" / "last.ckpt"))
+    for start in ("plain", "stages"):
+        checkpoint = str(tmp_path / start / "last.ckpt")
+        assert_same(run_distributed(fit, 2, STAGES, 2, tmp_path / f"{start}-stages", 2, checkpoint)[1], reference)
+    assert_same(run_isolated(fit, None, 1, tmp_path / "stages-plain", 2, checkpoint), reference)
 
 
 def predict(strategy: Any, world_size: int) -> tuple[Any, Any, Any]:
@@ -147,8 +145,6 @@ def test_predictions_come_once_and_in_order() -> None:
 
 def held_parameters(strategy: Any) -> dict[str, int]:
     class Held(pl.Callback):
-        names: list[str] = []
-
         def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
             self.held = {name: p.numel() for name, p in module.named_parameters()}
             self.stepped = sum(p.numel() for group in optimizer.param_groups for p in group["params"])

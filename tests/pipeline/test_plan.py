@@ -19,7 +19,7 @@ from tests.models.gpt import GPT, batches
 
 def trace_of(module: Any, batch: Any) -> Trace:
     trunk = find_trunk(module)
-    interception = Interception(module, [*trunk.blocks, *trunk.units])
+    interception = Interception(module, trunk.blocks, trunk.units)
     try:
         return trace_step(module, trunk, interception, lambda: module.loss(batch))
     finally:
