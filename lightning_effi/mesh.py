@@ -124,7 +124,8 @@ class MeshStrategy(ParallelStrategy, ABC):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        _compat.reset_seed()
+        if self.data_parallel_size > 1 or self._starts_afresh:
+            _compat.reset_seed()  # as Lightning's strategies do; where all work on one batch, a single process's stream
         self.set_world_ranks()
         if not self.needs_process_group:
             return
@@ -144,6 +145,11 @@ class MeshStrategy(ParallelStrategy, ABC):
             self._tensor_control_group = self._on_cpu(self._device_mesh["tp"].get_group(), ("tp",))
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+
+    @property
+    def _starts_afresh(self) -> bool:
+        """Whether this process was spawned: it has not drawn the random numbers that the script has drawn so far."""
+        return self.config.start_method == "spawn"
 
     def _on_cpu(self, group: Any, axes: tuple[str, ...]) -> Any:
         """The ranks along ``axes`` again, with a backend for CPU tensors; every rank must make every group."""

@@ -296,7 +296,7 @@ class EffiStrategy(MeshStrategy):
     def _shard_module(
         self, module: pl.LightningModule, tensor: TensorPlan | None, optimizers: DetachedOptimizers | None = None
     ) -> None:
-        """Exchange the parameters for shards, in the module and in its optimizers (``optimizers``: detached already)."""
+        """Exchange the parameters for shards, in the module and in its optimizers (given where detached already)."""
         states = moments(self.optimizers)
         plan = plan_sharding(module, self.layout, self.config.zero_stage, self.precision.compute)
         if plan.is_sharded:

@@ -18,8 +18,10 @@ from lightning_effi.sharding.initial import broadcast_states
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
 
-# Rounding of one forward and backward, by the lowest dtype computed with; a wrong gradient is off by far more.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# Rounding of one forward and backward, by the lowest dtype computed with; a wrong gradient is off by far more. Models
+# in fp64 may still compute in fp32 here and there, as the norms of transformers do.
+# In bf16, sums of parts are rounded apart.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15}
 
 
 class RunProbe:

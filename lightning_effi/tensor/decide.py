@@ -136,5 +136,3 @@ def with_user_plan(
             mine.append(LayerPlan(name, style, () if style == "row" else pieces, "asked for"))
     joined = tuple(layer for group in changed for layer in group.layers)
     return [LayerGroup((*joined, *mine))] if mine else changed
-
-

@@ -92,6 +92,4 @@ def parse_style(style: str, width: int) -> tuple[str, tuple[int, ...]]:
 
 def asked_styles(names: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dict[str, str]:
     """The style that a user's patterns give to each of ``names``; the last pattern that fits holds."""
-    return {
-        name: style for pattern, style in plan.items() for name in names if fnmatch.fnmatchcase(name, pattern)
-    }
+    return {name: style for pattern, style in plan.items() for name in names if fnmatch.fnmatchcase(name, pattern)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 from lightning_effi.tensor.randomness import per_rank
 from lightning_effi.tensor.split import Split, SplitTensor, aligned, split_tensors, wrap
 
+# fmt: off
 _NAMES = """
     abs absolute neg negative positive exp expm1 log log1p log2 sqrt rsqrt square sin cos tan tanh sinh cosh asin acos
     atan sigmoid logsigmoid erf erfc relu relu6 leaky_relu gelu silu mish elu selu celu softplus softsign hardtanh
@@ -26,7 +28,8 @@ _NAMES = """
     add_ sub_ mul_ div_ neg_ exp_ sigmoid_ tanh_ relu_ clamp_ clamp_min_ clamp_max_ masked_fill_ zero_ fill_
     to float double half bfloat16 bool int long type_as contiguous clone detach cpu cuda
     zeros_like ones_like full_like empty_like alias
-""".split()
+""".split()  # noqa: SIM905
+# fmt: on
 _RANDOM = ["dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "bernoulli", "rrelu"]
 
 
@@ -62,8 +65,6 @@ def random_elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 def merged(operands: list[SplitTensor]) -> Split:
     """The split of the first operand, with the sources of all."""
-    from dataclasses import replace
-
     sources = frozenset().union(*(t.placement.sources for t in operands))
     return replace(operands[0].placement, sources=sources, column=None)
 
@@ -79,4 +80,4 @@ def _rewrapped(output: Any, split: Split, args: tuple[Any, ...]) -> Any:
     return wrap(output, split)
 
 
-RULES: dict[str, Any] = {name: elementwise for name in _NAMES} | {name: random_elementwise for name in _RANDOM}
+RULES: dict[str, Any] = dict.fromkeys(_NAMES, elementwise) | dict.fromkeys(_RANDOM, random_elementwise)

@@ -36,9 +36,7 @@ def _linear(tensor: Tensor, weight: Tensor) -> Tensor:
     return F.linear(tensor, weight)
 
 
-def _layer(
-    tensor: Any, weight: Any, bias: Any, *, out_dim: int, product: Callable[[Tensor, Tensor], Tensor]
-) -> Any:
+def _layer(tensor: Any, weight: Any, bias: Any, *, out_dim: int, product: Callable[[Tensor, Tensor], Tensor]) -> Any:
     if not isinstance(tensor, SplitTensor):
         raise CannotSplitError("a weight was computed from split activations", frozenset())
     split = tensor.placement
