@@ -418,16 +418,34 @@ def unwrap_lightning_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "_optimizer", optimizer)
 
 
-def keep_loader_order(trainer: pl.Trainer) -> None:
-    """No DistributedSampler for this run: where all ranks work on one batch, a loader's own order is the right one."""
-    trainer._accelerator_connector.use_distributed_sampler = False
-
-
 def metrics_in_group(module: nn.Module, group: Any) -> None:
-    """Let torchmetrics' metrics add up over the data-parallel ranks only; they know of all ranks or of a group."""
+    """Let torchmetrics' metrics add up over ``group`` only, where the user has not chosen otherwise.
+
+    Their own ``process_group`` would do, but it cannot be copied with the module, as moving averages do.
+    """
     for metric in module.modules():
-        if hasattr(metric, "process_group") and hasattr(metric, "_to_sync") and metric.process_group is None:
-            metric.process_group = group
+        if hasattr(metric, "dist_sync_fn") and metric.dist_sync_fn is None and metric.process_group is None:
+            metric.dist_sync_fn = _GatherInGroup(group)
+
+
+def metrics_everywhere(module: nn.Module) -> None:
+    """Undo :func:`metrics_in_group`."""
+    for metric in module.modules():
+        if isinstance(getattr(metric, "dist_sync_fn", None), _GatherInGroup):
+            metric.dist_sync_fn = None  # type: ignore[assignment]
+
+
+class _GatherInGroup:
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __deepcopy__(self, memo: Any) -> _GatherInGroup:
+        return self
+
+    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        return gather_all_tensors(value, self._group)
 
 
 def synced_log_keys(trainer: pl.Trainer) -> list[str]:

@@ -295,8 +295,6 @@ class EffiStrategy(MeshStrategy):
             self.setup_optimizers(trainer)
         if self.layout.tensor > 1:
             refuse_unshardable(self.optimizers, f"tensor_parallel_size={self.layout.tensor}")
-            if self.data_parallel_size == 1:
-                _compat.keep_loader_order(trainer)
             self._tensor.prepare(module)
             self._engine = Engine(module)  # until the first step
             return
@@ -319,7 +317,7 @@ class EffiStrategy(MeshStrategy):
     def _shard_module(
         self, module: pl.LightningModule, tensor: TensorPlan | None, optimizers: DetachedOptimizers | None = None
     ) -> None:
-        """Exchange the parameters for shards, in the module and in its optimizers (``optimizers``: detached already)."""
+        """Exchange the parameters for shards, in the module and in its optimizers (given where detached already)."""
         states = moments(self.optimizers)
         plan = plan_sharding(module, self.layout, self.config.zero_stage, self.precision.compute)
         if plan.is_sharded:

@@ -18,8 +18,10 @@ from lightning_effi.sharding.initial import broadcast_states
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
 
-# Rounding of one forward and backward, by the lowest dtype computed with; a wrong gradient is off by far more.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# Rounding of one forward and backward, by the lowest dtype computed with; a wrong gradient is off by far more. Models
+# in fp64 may still compute in fp32 here and there, as the norms of transformers do.
+# In bf16, sums of parts are rounded apart.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15}
 
 
 class RunProbe:
@@ -37,7 +39,7 @@ class RunProbe:
         """Keep a copy if the run is to be verified; data parallelism infers nothing, so ``auto`` has no need to."""
         strategy = self._strategy
         wanted = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
-        if not wanted or not strategy.is_distributed:
+        if not wanted or not strategy.has_several_processes:
             return
         self._plain = copy.deepcopy(module).to(strategy.root_device)
 

@@ -16,8 +16,6 @@ from lightning_effi.tensor.linear import out_dim
 from lightning_effi.tensor.plan import LayerPlan
 from lightning_effi.tensor.split import CannotSplitError, Column, Split, SplitTensor, gathered, wrap
 
-_SHARED = "_effi_shared"
-
 
 class AppliedPlan:
     """Layers of ``root`` that work on parts; :meth:`undo` makes them ordinary again.
@@ -31,7 +29,7 @@ class AppliedPlan:
     def __init__(self, root: nn.Module, layers: Sequence[LayerPlan], mesh: Any) -> None:
         self._root = root
         self._mesh = mesh
-        self._group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+        self._entrance = _Entrance(TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
         self._handles: list[Any] = []
         self._parameters: list[tuple[nn.Module, str]] = []
         for layer in layers:
@@ -44,14 +42,14 @@ class AppliedPlan:
             self._split(module, "in_proj_bias", 0)
             self._split(module.out_proj, "weight", 1)
             column = Column(layer.name, layer.pieces)
-            self._handles.append(pre(partial(_enter_attention, column, self._group), with_kwargs=True))
+            self._handles.append(pre(partial(self._entrance.enter_attention, column), with_kwargs=True))
         elif layer.style == "row":
             self._split(module, "weight", 1 - out_dim(module))
-            self._handles.append(pre(partial(_cut_input, self._group)))
+            self._handles.append(pre(self._entrance.leave))
         else:
             self._split(module, "weight", out_dim(module))
             self._split(module, "bias", 0)
-            self._handles.append(pre(partial(_enter, Column(layer.name, layer.pieces), self._group)))
+            self._handles.append(pre(partial(self._entrance.enter, Column(layer.name, layer.pieces))))
             if layer.style == "column_gather":
                 self._handles.append(post(_gather_output))
 
@@ -77,38 +75,52 @@ class AppliedPlan:
                 module._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
 
 
-def _enter(column: Column, group: TensorGroup, _module: nn.Module, args: Any) -> Any:
-    return (_shared(args[0], group, column), *args[1:])
+class _Entrance:
+    """Turns whole activations into inputs of column-wise layers.
 
+    Query, key and value read one tensor: it is shared once, so that its gradient is summed over the ranks once. The
+    last one is remembered until a row-wise layer ends the split region.
+    """
 
-def _enter_attention(column: Column, group: TensorGroup, _module: nn.Module, args: Any, kwargs: Any) -> Any:
-    names = dict(zip(("query", "key", "value"), args, strict=False))
-    given = {**kwargs, **names}
-    entered = {key: _shared(given[key], group, column) for key in ("query", "key", "value")}
-    return (entered["query"], entered["key"], entered["value"], *args[3:]), {
-        key: value for key, value in kwargs.items() if key not in entered
-    }
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._last: tuple[weakref.ref[Tensor], SplitTensor] | None = None
 
+    def __deepcopy__(self, memo: Any) -> _Entrance:
+        return _Entrance(self._group)
 
-def _shared(tensor: Any, group: TensorGroup, column: Column) -> SplitTensor:
-    """``tensor`` as the input of a column-wise layer; the same object for each layer that reads it."""
-    if isinstance(tensor, SplitTensor):
-        tensor = gathered(tensor)
-    known = tensor.__dict__.get(_SHARED)
-    entered = None if known is None else known()
-    if entered is None or entered.requires_grad != (tensor.requires_grad and torch.is_grad_enabled()):
-        entered = wrap(share(tensor, group), Split(group, None))
-        tensor.__dict__[_SHARED] = weakref.ref(entered)
-    entered.placement = replace(entered.placement, column=column)
-    return entered
+    def enter(self, column: Column, _module: nn.Module, args: Any) -> Any:
+        """Pre-hook of a column-wise layer."""
+        return (self._shared(args[0], column), *args[1:])
 
+    def enter_attention(self, column: Column, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Pre-hook of ``nn.MultiheadAttention``."""
+        names = ("query", "key", "value")
+        given = {**kwargs, **dict(zip(names, args, strict=False))}
+        entered = tuple(self._shared(given[name], column) for name in names)
+        self._last = None
+        return (*entered, *args[3:]), {key: value for key, value in kwargs.items() if key not in names}
 
-def _cut_input(group: TensorGroup, _module: nn.Module, args: Any) -> Any:
-    tensor: Tensor = args[0]
-    if isinstance(tensor, SplitTensor):
-        return None
-    dim, pieces = tensor.dim() - 1, (tensor.shape[-1],)
-    return (wrap(take(tensor, dim, pieces, group), Split(group, dim, pieces)), *args[1:])
+    def leave(self, _module: nn.Module, args: Any) -> Any:
+        """Pre-hook of a row-wise layer: what is whole by now (after a gathering) is cut again."""
+        self._last = None
+        tensor: Tensor = args[0]
+        if isinstance(tensor, SplitTensor):
+            return None
+        dim, pieces = tensor.dim() - 1, (tensor.shape[-1],)
+        return (wrap(take(tensor, dim, pieces, self._group), Split(self._group, dim, pieces)), *args[1:])
+
+    def _shared(self, tensor: Any, column: Column) -> SplitTensor:
+        if isinstance(tensor, SplitTensor):
+            tensor = gathered(tensor)
+        requires_grad = tensor.requires_grad and torch.is_grad_enabled()
+        if self._last is not None and self._last[0]() is tensor and self._last[1].requires_grad == requires_grad:
+            entered = self._last[1]
+        else:
+            entered = wrap(share(tensor, self._group), Split(self._group, None))
+            self._last = (weakref.ref(tensor), entered)
+        entered.placement = replace(entered.placement, column=column)
+        return entered
 
 
 def _gather_output(_module: nn.Module, _args: Any, output: Any) -> Tensor:

@@ -47,7 +47,7 @@ def multi_head_attention_forward(
     """``F.multi_head_attention_forward`` for ``[length, rows, width]``; arguments and results as there."""
     if query.dim() != 3 or use_separate_proj_weight or bias_k is not None or add_zero_attn or static_k is not None:
         raise CannotSplitError("this form of nn.MultiheadAttention (unbatched, other key width, bias_k) has no rule")
-    length, rows, width = query.shape
+    _length, rows, width = query.shape
     q, k, v = _projected(query, key, value, in_proj_weight, in_proj_bias)
     q, k, v = (t.unflatten(-1, (num_heads, width // num_heads)).permute(1, 2, 0, 3) for t in (q, k, v))
     causal = is_causal and key_padding_mask is None and not need_weights

@@ -88,6 +88,8 @@ class Planner:
         reasons: list[str] = []
         while current is not None:
             verdict = probe.judge(current.layers)
+            if verdict.gathers:
+                reasons.append(f"activations of {current.name}: gathered for {', '.join(verdict.gathers)}")
             if verdict.passed:
                 return current, "; ".join(reasons)
             columns = {layer.name for layer in current.layers if layer.style == "column"}

@@ -53,6 +53,7 @@ class BlockProbe:
     ) -> None:
         self._block = _precise(copy.deepcopy(block))
         self._arguments = _precise_tree((tuple(args), kwargs))
+        self._device_type = next(block.parameters()).device.type
         self._mesh = mesh
         self._agreement = Agreement(control_group)
         self._expected = self._run(self._block)
@@ -76,12 +77,15 @@ class BlockProbe:
         return Verdict(True, gathers=tuple(gathers))
 
     def _run(self, block: nn.Module) -> dict[str, Tensor]:
+        with torch.enable_grad(), NoDropout(), torch.autocast(self._device_type, enabled=False):
+            return self._run_precisely(block)
+
+    def _run_precisely(self, block: nn.Module) -> dict[str, Tensor]:
         args, kwargs = copy.deepcopy(self._arguments)
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
         for tensor in inputs:
             tensor.requires_grad_()
-        with torch.enable_grad(), NoDropout():
-            output = gathered(block(*args, **kwargs))
+        output = gathered(block(*args, **kwargs))
         results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         generator = torch.Generator().manual_seed(0)
         pulls = [torch.randn(t.shape, generator=generator).to(t) for t in results]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_effi import _compat
+from lightning_effi.diagnose.probe import restored
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.deferred import DeferredValues
 from lightning_effi.sharding.initial import broadcast_states
@@ -64,7 +65,8 @@ class TensorRun:
         asked = strategy.config.tensor
         user_plan = {} if asked is None or asked.plan == "auto" else asked.plan
         planner = Planner(strategy.device_mesh["tp"], strategy.tensor_control_group, user_plan)
-        return planner.plan(module, step, args, kwargs)
+        with restored(module):
+            return planner.plan(module, step, args, kwargs)
 
     def apply(self, module: nn.Module, plan: TensorPlan) -> None:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
@@ -75,6 +77,8 @@ class TensorRun:
         """Make the module whole again; all ranks must call this."""
         if self.is_wanted:
             torch.backends.mha.set_fastpath_enabled(self._fastpath)
+            if self._strategy.lightning_module is not None:
+                _compat.metrics_everywhere(self._strategy.lightning_module)
         if self._applied is not None:
             self._applied.undo()
             self._applied = None

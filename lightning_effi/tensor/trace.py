@@ -55,7 +55,7 @@ class _Tracer(TorchFunctionMode):
         self.trace = Trace()
         self._layers = layers
         self._sources: dict[int, frozenset[str]] = {}
-        self._direct: dict[int, str] = {}
+        self._direct: dict[int, frozenset[str]] = {}
         self._alive: list[Tensor] = []  # ids are only unique among living tensors
         self._inside = 0
 
@@ -99,7 +99,7 @@ class _Tracer(TorchFunctionMode):
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and id(leaf) not in given:
                 self._note(leaf, sources)
-        self._follow_pieces(name, args, kwargs, output)
+        self._follow_pieces(name, args, output)
         return output
 
     def _note(self, tensor: Tensor, sources: frozenset[str]) -> None:
@@ -114,25 +114,26 @@ class _Tracer(TorchFunctionMode):
     def _leave(self, name: str, _layer: nn.Module, _args: Any, output: Tensor) -> None:
         self._inside -= 1
         self._note(output, frozenset({name}))
-        self._direct[id(output)] = name
+        self._direct[id(output)] = frozenset({name})
 
-    def _follow_pieces(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
+    def _follow_pieces(self, name: str, args: Any, output: Any) -> None:
         """Look at what first happens to a layer's output; an adapter's contribution may be added before."""
-        source = next((t for t in tree_leaves(args) if isinstance(t, Tensor) and id(t) in self._direct), None)
-        if source is None:
+        direct = [t for t in tree_leaves(args) if isinstance(t, Tensor) and id(t) in self._direct]
+        if not direct:
             return
-        layer = self._direct[id(source)]
-        width = out_features(self._layers[layer])
+        layers: frozenset[str] = frozenset().union(*(self._direct[id(t)] for t in direct))
+        source = direct[0]
         if isinstance(output, Tensor) and output.shape == source.shape:
-            self._direct[id(output)] = layer
+            self._direct[id(output)] = layers
             return
-        pieces = _pieces(name, source, args, kwargs, output, width)
-        if pieces:
-            known = self.trace.pieces.get(layer)
-            self.trace.pieces[layer] = _refined(known, pieces) if known else pieces
+        for layer in layers:
+            pieces = _pieces(name, source, args, output, out_features(self._layers[layer]))
+            if pieces:
+                known = self.trace.pieces.get(layer)
+                self.trace.pieces[layer] = _refined(known, pieces) if known else pieces
 
 
-def _pieces(name: str, source: Tensor, args: Any, kwargs: Any, output: Any, width: int) -> tuple[int, ...]:
+def _pieces(name: str, source: Tensor, args: Any, output: Any, width: int) -> tuple[int, ...]:
     """Sizes into which a function cuts the last dim of a layer's output; empty where it does not."""
     if name in ("split", "chunk", "tensor_split", "split_with_sizes"):
         sizes = tuple(part.shape[-1] for part in output)

@@ -138,7 +138,12 @@ class SixHeads(GPT):
         super().__init__(tied=True, width=24, heads=6, blocks=2, **settings)
 
 
-_HERE, _HF, _VIT, _GPT = "tests.tensor.architectures", "tests.models.hugging_face", "tests.models.vit", "tests.models.gpt"
+_HERE, _HF, _VIT, _GPT = (
+    "tests.tensor.architectures",
+    "tests.models.hugging_face",
+    "tests.models.vit",
+    "tests.models.gpt",
+)
 
 
 def _case(name: str, factory: str, data: str, blocks: str, *requires: str, **settings: Any) -> ModelCase:
@@ -148,7 +153,8 @@ def _case(name: str, factory: str, data: str, blocks: str, *requires: str, **set
 _TEXT = f"{_HF}:causal_batches"
 _CASES = (
     *(
-        _case(f"llama-kv{n}-{how}", "llama_kv", _TEXT, "model.model.layers", "transformers", kv_heads=n, implementation=how)
+        _case(f"llama-kv{n}-{how}", "llama_kv", _TEXT, "model.model.layers", "transformers",
+              kv_heads=n, implementation=how)
         for n in (4, 2, 1)
         for how in ("sdpa", "eager")
     ),

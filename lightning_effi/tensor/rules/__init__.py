@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from lightning_effi.tensor.rules import attention, elementwise, layers, products, reductions, shapes
 from lightning_effi.tensor.split import CannotSplitError, gathered, split_tensors
 
@@ -24,12 +26,12 @@ RULES: dict[str, Rule] = {
     **attention.RULES,
 }
 
-# Questions about a tensor whose answer is the same for a part and for the whole.
+# Questions about a tensor whose answer is the same for a part and for the whole, and factories that ask for its dtype.
 _PASSED = frozenset(
     {"dim", "is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device", "type", "register_hook",
      "requires_grad_", "retain_grad", "backward", "is_inference", "is_nonzero", "__hash__", "__format__",
      "has_names", "__repr__", "is_same_size", "_is_view", "storage_offset", "stride", "data_ptr", "is_pinned",
-     "result_type", "is_tensor"}
+     "result_type", "is_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
 )  # fmt: skip
 _SHAPE_GETTERS = frozenset({"shape"})
 _RULE_GETTERS = frozenset({"T", "mT", "real", "imag"})
@@ -39,6 +41,8 @@ _listeners: list[Callable[[str, frozenset[str]], None]] = []
 
 def apply_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Called for every torch function that gets a split tensor, with the dispatch to subclasses switched off."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func(*args, **kwargs)  # backward under a dispatch mode (a FLOP counter, say) works on parts already
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return _property(func, name, args)

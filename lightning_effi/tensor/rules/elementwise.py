@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,169 +13,23 @@ from torch.utils._pytree import tree_map
 from lightning_effi.tensor.randomness import per_rank
 from lightning_effi.tensor.split import Split, SplitTensor, aligned, split_tensors, wrap
 
-_NAMES = [
-    "abs",
-    "absolute",
-    "neg",
-    "negative",
-    "positive",
-    "exp",
-    "expm1",
-    "log",
-    "log1p",
-    "log2",
-    "sqrt",
-    "rsqrt",
-    "square",
-    "sin",
-    "cos",
-    "tan",
-    "tanh",
-    "sinh",
-    "cosh",
-    "asin",
-    "acos",
-    "atan",
-    "sigmoid",
-    "logsigmoid",
-    "erf",
-    "erfc",
-    "relu",
-    "relu6",
-    "leaky_relu",
-    "gelu",
-    "silu",
-    "mish",
-    "elu",
-    "selu",
-    "celu",
-    "softplus",
-    "softsign",
-    "hardtanh",
-    "hardswish",
-    "hardsigmoid",
-    "threshold",
-    "tanhshrink",
-    "reciprocal",
-    "sign",
-    "round",
-    "floor",
-    "ceil",
-    "trunc",
-    "nan_to_num",
-    "clamp",
-    "clamp_min",
-    "clamp_max",
-    "clip",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "logical_not",
-    "bitwise_not",
-    "add",
-    "sub",
-    "subtract",
-    "rsub",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "floor_divide",
-    "fmod",
-    "remainder",
-    "pow",
-    "float_power",
-    "maximum",
-    "minimum",
-    "fmax",
-    "fmin",
-    "atan2",
-    "lerp",
-    "addcmul",
-    "addcdiv",
-    "where",
-    "masked_fill",
-    "eq",
-    "ne",
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "bitwise_and",
-    "bitwise_or",
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__rtruediv__",
-    "__rdiv__",
-    "__div__",
-    "__floordiv__",
-    "__pow__",
-    "__rpow__",
-    "__mod__",
-    "__neg__",
-    "__pos__",
-    "__abs__",
-    "__invert__",
-    "__eq__",
-    "__ne__",
-    "__gt__",
-    "__ge__",
-    "__lt__",
-    "__le__",
-    "__and__",
-    "__or__",
-    "__xor__",
-    "__rand__",
-    "__ror__",
-    "__iadd__",
-    "__isub__",
-    "__imul__",
-    "__itruediv__",
-    "__idiv__",
-    "add_",
-    "sub_",
-    "mul_",
-    "div_",
-    "neg_",
-    "exp_",
-    "sigmoid_",
-    "tanh_",
-    "relu_",
-    "clamp_",
-    "clamp_min_",
-    "clamp_max_",
-    "masked_fill_",
-    "zero_",
-    "fill_",
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "bool",
-    "int",
-    "long",
-    "type_as",
-    "contiguous",
-    "clone",
-    "detach",
-    "cpu",
-    "cuda",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "alias",
-]
+# fmt: off
+_NAMES = """
+    abs absolute neg negative positive exp expm1 log log1p log2 sqrt rsqrt square sin cos tan tanh sinh cosh asin acos
+    atan sigmoid logsigmoid erf erfc relu relu6 leaky_relu gelu silu mish elu selu celu softplus softsign hardtanh
+    hardswish hardsigmoid threshold tanhshrink reciprocal sign round floor ceil trunc nan_to_num clamp clamp_min
+    clamp_max clip isnan isinf isfinite logical_not bitwise_not
+    add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder pow float_power maximum
+    minimum fmax fmin atan2 lerp addcmul addcdiv where masked_fill eq ne gt ge lt le logical_and logical_or logical_xor
+    bitwise_and bitwise_or
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __floordiv__ __pow__
+    __rpow__ __mod__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __gt__ __ge__ __lt__ __le__ __and__ __or__ __xor__
+    __rand__ __ror__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__
+    add_ sub_ mul_ div_ neg_ exp_ sigmoid_ tanh_ relu_ clamp_ clamp_min_ clamp_max_ masked_fill_ zero_ fill_
+    to float double half bfloat16 bool int long type_as contiguous clone detach cpu cuda
+    zeros_like ones_like full_like empty_like alias
+""".split()  # noqa: SIM905
+# fmt: on
 _RANDOM = ["dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "bernoulli", "rrelu"]
 
 
@@ -210,8 +65,6 @@ def random_elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 def merged(operands: list[SplitTensor]) -> Split:
     """The split of the first operand, with the sources of all."""
-    from dataclasses import replace
-
     sources = frozenset().union(*(t.placement.sources for t in operands))
     return replace(operands[0].placement, sources=sources, column=None)
 

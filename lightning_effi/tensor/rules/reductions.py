@@ -14,7 +14,7 @@ from lightning_effi.tensor.split import SplitTensor, refuse_stored, wrap
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-_KEEP_SHAPE = ["softmax", "log_softmax", "softmin", "normalize", "cumsum", "cumprod", "sort", "flip", "roll", "glu"]
+_KEEP_SHAPE = ["softmax", "log_softmax", "softmin", "cumsum", "cumprod"]
 _REDUCE = ["sum", "mean", "var", "std", "amax", "amin", "logsumexp", "norm", "vector_norm", "argmax", "argmin", "all",
            "any", "prod", "linalg_vector_norm"]  # fmt: skip
 
@@ -25,7 +25,7 @@ def along_dim(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
     tensor = args[0] if args else kwargs.get("input")
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if func.__name__ in ("flip", "roll", "sort", "normalize", "glu") or not isinstance(tensor, SplitTensor):
+    if not isinstance(tensor, SplitTensor):
         return fall_back(func, args, kwargs)
     split = tensor.placement
     if split.dim is None:
@@ -42,7 +42,7 @@ def reduction(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0] if args else kwargs.get("input")
     position = 2 if func.__name__ in ("norm", "vector_norm", "linalg_vector_norm") else 1
     dim = kwargs.get("dim", args[position] if len(args) > position else None)
-    if not isinstance(tensor, SplitTensor) or dim is None or isinstance(dim, Tensor) or isinstance(dim, bool):
+    if not isinstance(tensor, SplitTensor) or dim is None or isinstance(dim, (Tensor, bool)):
         return fall_back(func, args, kwargs)
     split = tensor.placement
     dims = {d % tensor.dim() for d in ([dim] if isinstance(dim, int) else dim)}
@@ -59,9 +59,9 @@ def normalisation(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``layer_norm`` and ``rms_norm`` over trailing dims: per head, not over all heads together."""
     from lightning_effi.tensor.rules import fall_back
 
-    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    names = ["input", "normalized_shape", "weight", "bias", "eps"]
     if func.__name__ == "rms_norm":
-        names = ("input", "normalized_shape", "weight", "eps")
+        names.remove("bias")
     given = dict(zip(names, args, strict=False)) | kwargs
     tensor = given["input"]
     if not isinstance(tensor, SplitTensor) or tensor.placement.dim is None:

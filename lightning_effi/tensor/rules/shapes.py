@@ -37,7 +37,7 @@ def length(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
 def view(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``view`` and ``reshape``; ``view(dtype)`` too."""
     tensor, *rest = args
-    wanted = rest[0] if rest else kwargs.get("shape", kwargs.get("size", kwargs.get("dtype")))
+    wanted: Any = rest[0] if rest else kwargs.get("shape", kwargs.get("size", kwargs.get("dtype")))
     if isinstance(wanted, torch.dtype):
         return elementwise(func, args, kwargs)
     return reshaped(tensor, _sizes(rest) if rest else list(wanted))
@@ -90,11 +90,10 @@ def _moved_split(split: Split, shape: Sequence[int], sizes: Sequence[int]) -> tu
     if not split.outer:  # pieces of different sizes only move as a whole
         return _moved_pieces(split, shape, sizes)
     before = math.prod(shape[: split.dim]) * split.outer
-    reached = 1
-    for dim, size in enumerate(sizes):
-        if reached * size > before:
-            break
-        reached *= size
+    reached, dim = 1, 0
+    while reached * sizes[dim] <= before:
+        reached *= sizes[dim]
+        dim += 1
     if dim and reached == before and sizes[dim - 1] == 1 and (not split.dim or shape[split.dim - 1] != 1):
         raise CannotSplitError(f"1 head is not divisible by tensor_parallel_size={split.group.size}", split.sources)
     outer, inner = before // reached, sizes[dim] // (before // reached)
@@ -146,7 +145,9 @@ def permute(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 def movedim(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     tensor = args[0]
-    marked = torch.empty(range(1, tensor.dim() + 1), device="meta")  # the size of each dim tells where it came from
+    marked = torch.empty(
+        list(range(1, tensor.dim() + 1)), device="meta"
+    )  # the size of each dim tells where it came from
     order = [extent - 1 for extent in torch.movedim(marked, *args[1:], **kwargs).shape]
     return _permuted(tensor, order)
 
@@ -282,10 +283,9 @@ def getitem(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if current.dim is None:
         return wrap(tensor[index], current)
     local: list[Any] = []
-    entries = _without_ellipsis(entries, tensor.dim())
     source = target = 0
     place, pieces = current.dim, current.pieces
-    for entry in entries:
+    for entry in _without_ellipsis(entries, tensor.dim()):
         if entry is None:
             target += 1
         else:
