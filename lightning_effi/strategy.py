@@ -327,6 +327,11 @@ class EffiStrategy(MeshStrategy):
         if optimizers is None and plan.is_sharded:
             optimizers = DetachedOptimizers(self.optimizers, module)
         if self.layout.pipeline > 1:
+            if self.precision.master_weights:
+                raise ValueError(
+                    "master_weights=True is not carried out with pipeline_parallel_size > 1 by this version. Use"
+                    " precision='bf16-mixed', which keeps the parameters in fp32"
+                )
             self._engine = PipelineEngine(
                 module, group=self.pipeline_group, replicas=self.data_parallel_group, device=self.root_device
             )

@@ -114,6 +114,7 @@ class Interception:
                 " pipeline_parallel_size > 1 the module only runs in training_step, validation_step, test_step and"
                 " predict_step"
             )
+        args, kwargs = resolved((args, kwargs))
         return self._real[name](*args, **kwargs)
 
     @staticmethod
@@ -198,10 +199,18 @@ def signature(tree: Any) -> Any:
     return str(spec), described
 
 
-def replaced(tree: Any, replacements: dict[int, Tensor]) -> Any:
-    """``tree`` with each tensor exchanged for its replacement, which is found by the tensor's ``id``."""
+def bind(placeholder: Tensor, value: Tensor) -> None:
+    """Let ``value`` take the place of ``placeholder`` wherever that is an argument of a block.
+
+    Noted on the placeholder itself, since activation checkpointing calls the block again in backward with it.
+    """
+    placeholder._effi_value = value  # type: ignore[attr-defined]
+
+
+def resolved(tree: Any) -> Any:
+    """``tree`` with the values of placeholders that have one."""
     leaves, spec = tree_flatten(tree)
-    return tree_unflatten([replacements.get(id(leaf), leaf) for leaf in leaves], spec)
+    return tree_unflatten([getattr(leaf, "_effi_value", leaf) for leaf in leaves], spec)
 
 
 def _filled(value: Any, fill: float) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_effi.pipeline.intercept import Interception, StageDone, replaced
+from lightning_effi.pipeline.intercept import Interception, StageDone, bind, resolved
 from lightning_effi.pipeline.plan import PipelinePlan
 
 NAN = float("nan")
@@ -43,8 +44,7 @@ class LiveStage:
         self._interception = interception
         self._on_entry = on_entry
         self._received: Sequence[Tensor] = ()
-        self._bound: dict[int, Tensor] = {}
-        self._alive: list[Any] = []
+        self._with_gradients = False
         self._next = 0
 
     def run(self, received: Sequence[Tensor], step: Callable[[], Any]) -> tuple[list[Tensor], Any]:
@@ -53,14 +53,14 @@ class LiveStage:
         Raises:
             RuntimeError: where the step does not do what it did when it was traced.
         """
-        self._received, self._next = received, 0
+        self._received, self._next, self._with_gradients = received, 0, torch.is_grad_enabled()
         try:
             with self._interception.handled_by(self._answer):
                 output = step()
         except StageDone as done:
             return done.outputs, None
         finally:
-            self._received, self._bound, self._alive = (), {}, []
+            self._received = ()
         if not self.is_last:
             raise RuntimeError(
                 f"pipeline: the step went on after the end of stage {self.index}: it catches BaseException around the"
@@ -79,12 +79,17 @@ class LiveStage:
                 f"pipeline: block '{name}' is called as number {self._next + 1} of the step, and was number"
                 f" {number + 1} when the step was traced. All steps must run the same blocks in the same order"
             )
+        if self._with_gradients and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"pipeline: block '{name}' is run without gradients, as activation checkpointing with"
+                " use_reentrant=True does, which detaches it from what the stage received. Pass use_reentrant=False"
+            )
         self._next += 1
         if number < self._first:
             return self._interception.placeholders(name, args, kwargs, NAN)
         if number == self._first and self.index > 0:
             self._bind(args, kwargs)
-        args, kwargs = replaced((args, kwargs), self._bound)
+        args, kwargs = resolved((args, kwargs))
         if number == self._end:
             leaves = tree_leaves((args, kwargs))
             raise StageDone([leaves[i] for i in self._arguments[self.index]])
@@ -108,6 +113,5 @@ class LiveStage:
                     f"pipeline: stage {self.index} received a tensor of shape {tuple(tensor.shape)} and"
                     f" {tensor.dtype} where its first block takes {tuple(placeholder.shape)} and {placeholder.dtype}"
                 )
-            self._bound[id(placeholder)] = tensor
-            self._alive.append(placeholder)  # its id stays its own until the step is over
+            bind(placeholder, tensor)
         self._on_entry()

@@ -180,6 +180,12 @@ def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig, data_paral
             f"microbatches={count} does not work with manual optimization, where training_step itself runs backward and"
             " steps the optimizer. Use microbatches=1"
         )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise ValueError(
+            "trainer.fit(torch.compile(module)) compiles the whole training_step, which neither micro-batches nor a"
+            " pipeline can take apart. Give the module itself to trainer.fit, or use microbatches=1 and"
+            " pipeline_parallel_size=1"
+        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ValueError(
             f"microbatches={count} cuts the batch that training_step is given, and {type(module).__name__}'s takes a"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import ADAMW_FP64, Training, WorkerError, run, train_and_assert_parity
+from tests.harness import ADAMW_FP64, Training, WorkerError, run, run_reference, train_and_assert_parity
 from tests.models import MODELS
 
 
@@ -88,3 +88,9 @@ def test_too_few_blocks() -> None:
 def test_zero_stages_with_replicas_are_refused() -> None:
     with pytest.raises(WorkerError, match="Use zero_stage=0"):
         run(pipelined("gpt-tied", 2, replicas=2))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_loss_in_low_precision_is_near_the_single_process(precision: str) -> None:
+    training = pipelined("llama", precision=precision, learning_rate=0.05, record_tensors=False, steps=5)
+    assert run(training).losses == pytest.approx(run_reference(training).losses, rel=0.02)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_effi import EffiStrategy
 from tests.harness import Training, WorkerError, run, train_and_assert_parity
@@ -68,6 +69,18 @@ class Hooked(GPT):
         self.blocks[1].register_forward_hook(lambda *_: None)
 
 
+class Checkpointed(GPT):
+    def __init__(self, reentrant: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
 class Counts(GPT):
     steps_seen = 0
 
@@ -95,6 +108,7 @@ class CallsTheModelOutside(GPT):
         (Swallows, "catches BaseException around the model"),
         (NoTrunk, "no list of repeated blocks was found"),
         (Hooked, r"'blocks\.1' has forward hooks"),
+        (partial(Checkpointed, True), "Pass use_reentrant=False"),
         (Counts, "changes 'steps_seen'"),
         (OtherBatchOnEachRank, "were given different batches"),
         (CallsTheModelOutside, r"'blocks\.2' was called outside of the step hooks|'embedding' was called outside"),
@@ -104,6 +118,10 @@ class CallsTheModelOutside(GPT):
 def test_refused_by_name(module: Callable[..., Any], message: str) -> None:
     with pytest.raises(WorkerError, match=message):
         run(pipelined(module))
+
+
+def test_activation_checkpointing_by_the_module_itself() -> None:
+    train_and_assert_parity(pipelined(Checkpointed))
 
 
 class FailsOnTheLastStage(GPT):
