@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 _DROPOUTS = {
     F.dropout,
@@ -44,6 +45,18 @@ class NoDropout(TorchFunctionMode):
             elif "dropout_p" in kwargs:
                 kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
+
+
+def copied(module: nn.Module) -> Any:
+    """A deep copy. Handles of hooks that the module keeps, which cannot be copied, are those of the original."""
+    handles = {
+        id(handle): handle
+        for submodule in module.modules()
+        for value in vars(submodule).values()
+        for handle in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(handle, RemovableHandle)
+    }
+    return copy.deepcopy(module, handles)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_effi.diagnose.compare import Comparison, compare_tensors
-from lightning_effi.diagnose.probe import NoDropout, loss_of, plain_gradients, restored, silent
+from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, plain_gradients, restored, silent
 from lightning_effi.sharding.initial import broadcast_states
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class RunProbe:
         wanted = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
         if not wanted or not strategy.has_several_processes:
             return
-        self._plain = copy.deepcopy(module).to(strategy.root_device)
+        self._plain = copied(module).to(strategy.root_device)
 
     def before_first_step(self, *args: Any) -> None:
         """Compare on the arguments of the first ``training_step``."""

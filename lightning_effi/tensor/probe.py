@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_effi.diagnose.compare import compare_tensors
-from lightning_effi.diagnose.probe import NoDropout
+from lightning_effi.diagnose.probe import NoDropout, copied
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.tensor.apply import AppliedPlan
 from lightning_effi.tensor.plan import LayerPlan
@@ -51,7 +51,7 @@ class BlockProbe:
     def __init__(
         self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any, control_group: Any
     ) -> None:
-        self._block = _precise(copy.deepcopy(block))
+        self._block = _precise(copied(block))
         self._arguments = _precise_tree((tuple(args), kwargs))
         self._device_type = next(block.parameters()).device.type
         self._mesh = mesh
@@ -60,7 +60,7 @@ class BlockProbe:
 
     def judge(self, layers: Sequence[LayerPlan]) -> Verdict:
         """Try a splitting; the same verdict on all ranks."""
-        parallel = copy.deepcopy(self._block)
+        parallel = copied(self._block)
         AppliedPlan(parallel, layers, self._mesh)
         gathers: dict[str, None] = {}
         try:

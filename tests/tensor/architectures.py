@@ -155,8 +155,7 @@ _CASES = (
     *(
         _case(f"llama-kv{n}-{how}", "llama_kv", _TEXT, "model.model.layers", "transformers",
               kv_heads=n, implementation=how)
-        for n in (4, 2, 1)
-        for how in ("sdpa", "eager")
+        for n, how in ((4, "sdpa"), (2, "eager"), (1, "sdpa"), (1, "eager"))
     ),
     _case("qwen3", "qwen3", _TEXT, "model.model.layers", "transformers"),
     _case("olmo2", "olmo2", _TEXT, "model.model.layers", "transformers"),

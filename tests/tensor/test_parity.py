@@ -34,15 +34,26 @@ def test_two_ranks_equal_single_process(model: str) -> None:
     train_and_compare(model, bounds=BOUNDS.get(model, SGD_FP32))
 
 
-@pytest.mark.parametrize(
-    "model", ["gpt-tied", "encoder", "llama", "llama-kv1-sdpa", "gpt-neox", "bert", "vit-timm", "t5", "six-heads"]
-)
+@pytest.mark.parametrize("model", ["gpt-tied", "encoder", "llama", "llama-kv1-sdpa", "t5", "six-heads"])
 def test_four_ranks_equal_single_process(model: str) -> None:
     train_and_compare(model, world_size=4, tensor=4)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3], ids=lambda stage: f"zero{stage}")
-@pytest.mark.parametrize("model", ["gpt-tied", "llama", "phi3", "encoder", "lora-peft-llama"])
+STAGES_OF = {
+    "gpt-tied": (0, 1, 2, 3),
+    "llama": (1, 3),
+    "phi3": (0, 2),
+    "encoder": (2, 3),
+    "lora-peft-llama": (0, 1),
+    "vit-batchnorm": (3,),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "zero_stage"),
+    [(model, stage) for model, stages in STAGES_OF.items() for stage in stages],
+    ids=lambda value: f"zero{value}" if isinstance(value, int) else value,
+)
 def test_two_by_two_ranks_equal_single_process(model: str, zero_stage: int) -> None:
     train_and_compare(model, world_size=4, zero_stage=zero_stage, clip=0.1, accumulate=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.harness import BatchList, WorkerError, full_tensor, make_trainer, run_distributed, run_isolated
+from tests.harness import (
+    BatchList,
+    Training,
+    WorkerError,
+    full_tensor,
+    make_trainer,
+    run_distributed,
+    run_isolated,
+    train_and_assert_parity,
+)
 from tests.models import MODELS
 from tests.models.gpt import GPT, batches
 from tests.tensor.architectures import ARCHITECTURES
@@ -292,3 +302,61 @@ def _train_with_plan(kind: str, plan: Any) -> None:
 def test_user_plan_is_carried_out() -> None:
     plan = {"*.attention.qkv": "column_packed:16,16,16", "*.attention.proj": "row", "*.mlp.0": "column_gather"}
     run_distributed(_train_with_plan, 2, "gpt-tied", plan)
+
+
+# -- habits of users' modules ----------------------------------------------------------------------------------------
+
+
+class ByHand(GPT):
+    """Manual optimization, and a moving average that is a copy of the module."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        self.automatic_optimization = False
+        self.average: list[nn.Module] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if not self.average:
+            self.average.append(copy.deepcopy(self.blocks))
+        with torch.no_grad():
+            for mean, current in zip(self.average[0].parameters(), self.blocks.parameters(), strict=True):
+                mean.lerp_(current, 0.5)
+
+
+def train_by_hand(strategy: Any, world_size: int) -> Any:
+    pl.seed_everything(5, verbose=False)
+    module = ByHand()
+    make_trainer(strategy, world_size, max_steps=3).fit(module, loader())
+    hidden = torch.ones(1, 4, 16)
+    for block in module.average[0]:
+        hidden = block(hidden)
+    return plain_state(module), hidden.detach(), plain_state(module.average[0])
+
+
+def test_manual_optimization_and_a_copied_average_equal_single_process() -> None:
+    state, hidden, average = run_isolated(train_by_hand, None, 1)
+    for ours in run_distributed(train_by_hand, 2, TP2, 2):
+        for name, value in state.items():
+            torch.testing.assert_close(ours[0][name], value, rtol=1e-4, atol=1e-5)
+        for name, value in average.items():
+            torch.testing.assert_close(ours[2][name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours[1], hidden, rtol=1e-4, atol=1e-5)
+
+
+def checkpointing_llama(**settings: Any) -> pl.LightningModule:
+    module = MODELS["llama"].module(**settings)
+    module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return module
+
+
+def test_recomputed_blocks_equal_single_process() -> None:
+    if missing := MODELS["llama"].missing:
+        pytest.skip(f"needs {missing}")
+    train_and_assert_parity(Training(checkpointing_llama, MODELS["llama"].batches, strategy=TP2, world_size=2))
