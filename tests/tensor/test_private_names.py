@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_effi import _compat
-from tests.harness import make_trainer, run_distributed, run_isolated
+from tests.harness import run_distributed
 
 
 def test_strided_shards_count_as_sharded() -> None:
@@ -46,16 +45,6 @@ def gather_two_axes() -> list[str]:
 
 def test_torch_gives_no_advice_on_gathers_over_two_axes() -> None:
     assert run_distributed(gather_two_axes, 4)[0] == []
-
-
-def no_sampler() -> Any:
-    trainer = make_trainer(None, 1)
-    _compat.keep_loader_order(trainer)
-    return trainer._accelerator_connector.use_distributed_sampler
-
-
-def test_loaders_keep_their_order() -> None:
-    assert run_isolated(no_sampler) is False
 
 
 def count_in_groups() -> tuple[float, float, bool]:
