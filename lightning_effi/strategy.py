@@ -368,8 +368,11 @@ class EffiStrategy(MeshStrategy):
 
     def on_split(self, plan: PipelinePlan) -> None:
         """The pipeline's first training step has split the module."""
-        self._plan = replace(self.plan, pipeline=plan)
-        self.precision.stages = self.stages
+        stages, sharding = self.stages, self.plan.sharding
+        assert stages is not None
+        held = tuple(info for info in sharding.replicated if info.name in stages.local)
+        self._plan = replace(self.plan, pipeline=plan, sharding=replace(sharding, replicated=held))
+        self.precision.stages = stages
         self._show_plan()
 
     def _show_plan(self) -> None:

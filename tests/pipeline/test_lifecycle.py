@@ -149,12 +149,13 @@ def held_parameters(strategy: Any) -> dict[str, int]:
             self.held = {name: p.numel() for name, p in module.named_parameters()}
             self.stepped = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
             self.plan = str(trainer.strategy.plan)
+            self.planned = trainer.strategy.plan.bytes_per_rank["parameters"]
             self.timeline = str(trainer.strategy.plan.timeline)
 
     held = Held()
     trainer = make_trainer(strategy, 2, callbacks=[held], max_steps=1)
     trainer.fit(Classifier(optimizer="adamw"), loader(8, 8, 1))
-    assert held.stepped == sum(held.held.values())
+    assert held.stepped == sum(held.held.values()) == held.planned // 4
     assert "held by stages 0, 1: embedding.weight" in held.plan
     assert held.timeline.startswith("1f1b, 4 micro-batches, bubble 20%")
     return held.held
