@@ -44,6 +44,13 @@ def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> 
     dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, src)
 
 
+# Inside this context, tensor subclasses are treated as plain tensors by torch functions.
+without_subclass_dispatch = torch._C.DisableTorchFunctionSubclass
+
+# An operator below autograd, as dispatch modes call it: ``torch.ops.aten.mul.Tensor``.
+Operator = torch._ops.OpOverload
+
+
 def all_gather_rows(output: Tensor, rows: Tensor, group: Any) -> None:
     """``dist.all_gather_into_tensor``, which torch 2.14 renamed to ``all_gather_single``."""
     import torch.distributed as dist

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_effi import _compat
 from lightning_effi.tensor.rules.layers import column_output, stored_to_used
 from lightning_effi.tensor.split import CannotSplitError
 
@@ -69,7 +70,7 @@ def multi_head_attention_forward(
 def _projected(query: Any, key: Any, value: Any, weight: Any, bias: Any) -> tuple[Tensor, ...]:
     if query is key and key is value:
         return F.linear(query, weight, bias).chunk(3, dim=-1)
-    with torch._C.DisableTorchFunctionSubclass():
+    with _compat.without_subclass_dispatch():
         column, group = query.placement.column, query.placement.group
         weights = stored_to_used(weight, 0, column, group).chunk(3)
         biases = (None,) * 3 if bias is None else stored_to_used(bias, 0, column, group).chunk(3)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lightning_effi import _compat
 from lightning_effi.tensor.collectives import TensorGroup, gather, share, take
 
 
@@ -90,7 +91,7 @@ class SplitTensor(Tensor):
 
         if (composed := COMPOSED.get(getattr(func, "__name__", ""))) is not None:
             return composed(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with _compat.without_subclass_dispatch():
             return apply_rule(func, args, dict(kwargs or {}))
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
+from lightning_effi import _compat
 from lightning_effi.tensor.rules import attention, elementwise, layers, products, reductions, shapes
 from lightning_effi.tensor.split import CannotSplitError, gathered, split_tensors
 
@@ -41,7 +40,7 @@ _listeners: list[Callable[[str, frozenset[str]], None]] = []
 
 def apply_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Called for every torch function that gets a split tensor, with the dispatch to subclasses switched off."""
-    if isinstance(func, torch._ops.OpOverload):
+    if isinstance(func, _compat.Operator):
         return func(*args, **kwargs)  # backward under a dispatch mode (a FLOP counter, say) works on parts already
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
