@@ -293,8 +293,11 @@ class EffiStrategy(MeshStrategy):
         self.model = self.precision.convert_module(module)
         if fitting:
             self.setup_optimizers(trainer)
+        if self.layout.pipeline > 1:
+            refuse_averaging_of_shards(trainer, f"pipeline_parallel_size={self.layout.pipeline}")
         if self.layout.tensor > 1:
             refuse_unshardable(self.optimizers, f"tensor_parallel_size={self.layout.tensor}")
+            refuse_averaging_of_shards(trainer, f"tensor_parallel_size={self.layout.tensor}")
             self._tensor.prepare(module)
             self._engine = Engine(module)  # until the first step
             return
@@ -322,7 +325,7 @@ class EffiStrategy(MeshStrategy):
         plan = plan_sharding(module, self.layout, self.config.zero_stage, self.precision.compute)
         if plan.is_sharded:
             refuse_unshardable(self.optimizers, f"zero_stage={self.config.zero_stage}")
-            refuse_averaging_of_shards(module.trainer, self.config.zero_stage)
+            refuse_averaging_of_shards(module.trainer, f"zero_stage={self.config.zero_stage}")
         self._plan = Plan(self.layout, plan, self.precision.precision, states, tensor=tensor)
         if optimizers is None and plan.is_sharded:
             optimizers = DetachedOptimizers(self.optimizers, module)

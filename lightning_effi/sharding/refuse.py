@@ -23,11 +23,12 @@ def refuse_unshardable(optimizers: Iterable[Optimizer], setting: str) -> None:
             )
 
 
-def refuse_averaging_of_shards(trainer: pl.Trainer, zero_stage: int) -> None:
+def refuse_averaging_of_shards(trainer: pl.Trainer, setting: str) -> None:
     """Raise ``ValueError`` for Lightning's averaging callbacks, which copy whole parameters onto the module's."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
-                f"{type(callback).__name__} keeps a whole copy of the module and cannot average shards. Use"
-                f" zero_stage=0 instead of zero_stage={zero_stage}, or leave the callback out"
+                f"{type(callback).__name__} keeps a whole copy of the module and cannot average the parts that"
+                f" {setting} leaves on each rank. Use zero_stage=0 without tensor and pipeline parallelism, or leave"
+                " the callback out"
             )
