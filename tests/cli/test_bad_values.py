@@ -32,7 +32,7 @@ def assert_refused(done: object, *words: str) -> None:
         ("--trainer.strategy.replicate_size=-1", ("trainer.strategy", "replicate_size", "-1")),
         ("--trainer.strategy.data_parallel_size=many", ("data_parallel_size", "many", "'auto'")),
         ("--trainer.strategy.tensor_parallel_size=0", ("trainer.strategy", "tensor_parallel_size", "0")),
-        ("--trainer.strategy.pipeline_parallel_size=2", ("trainer.strategy", "pipeline_parallel_size")),
+        ("--trainer.strategy.pipeline_parallel_size=-2", ("trainer.strategy", "pipeline_parallel_size", "-2")),
         ("--trainer.strategy.pipeline=1f1", ("trainer.strategy.pipeline", "1f1", "'1f1b'")),
         ("--trainer.strategy.activation_checkpointing=fulll", ("activation_checkpointing", "fulll", "'full'")),
         ("--trainer.strategy.checkpoints=whole", ("trainer.strategy.checkpoints", "whole", "'full', 'sharded'")),
