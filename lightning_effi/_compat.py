@@ -44,6 +44,39 @@ def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> 
     dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, src)
 
 
+# Inside this context, tensor subclasses are treated as plain tensors by torch functions.
+without_subclass_dispatch = torch._C.DisableTorchFunctionSubclass
+
+# An operator below autograd, as dispatch modes call it: ``torch.ops.aten.mul.Tensor``.
+Operator = torch._ops.OpOverload
+
+
+def all_gather_rows(output: Tensor, rows: Tensor, group: Any) -> None:
+    """``dist.all_gather_into_tensor``, which torch 2.14 renamed to ``all_gather_single``."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, rows, group=group)
+
+
+def quiet_sequential_gathers() -> None:
+    """Drop torch's advice against gathering a tensor that is sharded over two axes of a mesh.
+
+    FSDP2 makes such tensors of tensor-parallel ones, and checkpoints gather them; there is nothing that a user could
+    change about it.
+    """
+    import logging
+
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    if not any(isinstance(f, _SequentialGathers) for f in logger.filters):
+        logger.addFilter(_SequentialGathers())
+
+
+class _SequentialGathers:
+    def filter(self, record: Any) -> bool:
+        return "sequential all_gather operations" not in record.getMessage()
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id() != -1
@@ -266,6 +299,16 @@ def log_scalars_globally() -> None:
     _ResultMetric.update = update  # type: ignore[method-assign]
 
 
+def is_sharded(placement: Any) -> bool:
+    """Whether ranks along this axis hold different parts of a DTensor.
+
+    FSDP2 over a dim that tensor parallelism has cut already gives ``_StridedShard``, of which ``is_shard()`` is false.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return bool(placement.is_shard()) or isinstance(placement, _StridedShard)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a DTensor on this rank, without autograd (``DTensor._local_tensor``); a plain tensor as it is."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -278,6 +321,17 @@ def wrap_local(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# torch: fake tensors
+
+
+def fake_tensor_mode() -> Any:
+    """Tensors with shapes and dtypes but no values (``torch._subclasses.FakeTensorMode``)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -314,6 +368,13 @@ def reset_seed() -> None:
     from lightning.fabric.utilities.seed import reset_seed as lightning_reset_seed
 
     lightning_reset_seed()
+
+
+def is_seeded() -> bool:
+    """Whether this process was seeded as ``seed_everything`` asked for; a spawned process was not."""
+    import os
+
+    return os.environ.get("PL_GLOBAL_SEED") in (None, str(torch.initial_seed()))
 
 
 def set_rank_zero(rank: int) -> None:
@@ -362,6 +423,36 @@ def optimizers_to_device(optimizers: Iterable[Any], device: torch.device) -> Non
 def unwrap_lightning_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)
+
+
+def metrics_in_group(module: nn.Module, group: Any) -> None:
+    """Let torchmetrics' metrics add up over ``group`` only, where the user has not chosen otherwise.
+
+    Their own ``process_group`` would do, but it cannot be copied with the module, as moving averages do.
+    """
+    for metric in module.modules():
+        if hasattr(metric, "dist_sync_fn") and metric.dist_sync_fn is None and metric.process_group is None:
+            metric.dist_sync_fn = _GatherInGroup(group)
+
+
+def metrics_everywhere(module: nn.Module) -> None:
+    """Undo :func:`metrics_in_group`."""
+    for metric in module.modules():
+        if isinstance(getattr(metric, "dist_sync_fn", None), _GatherInGroup):
+            metric.dist_sync_fn = None  # type: ignore[assignment]
+
+
+class _GatherInGroup:
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __deepcopy__(self, memo: Any) -> _GatherInGroup:
+        return self
+
+    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        return gather_all_tensors(value, self._group)
 
 
 def synced_log_keys(trainer: pl.Trainer) -> list[str]:

@@ -6,9 +6,11 @@ Every ``ValueError`` names the setting, the value that was given and the values 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
+from pkgutil import resolve_name
 from typing import Any, Literal, get_args
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -20,6 +22,8 @@ StateDtype = Literal["float32", "bfloat16", "float16", "int8"]
 GradientSync = Literal["auto", "every", "last"]
 CheckpointFormat = Literal["full", "sharded"]
 StartMethod = Literal["auto", "popen", "fork", "spawn"]
+
+_TENSOR_STYLE = re.compile(r"column|row|column_gather|column_packed:\d+(,\d+)*|vocab|replicate")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class Microbatches:
     def __post_init__(self) -> None:
         if self.count != "auto":
             check_positive("microbatches", self.count, also='"auto"')
+        for setting in ("weight", "splitter"):
+            check_dotted(f"microbatches.{setting}", getattr(self, setting), get_args(MicrobatchWeight))
+        check_bool("microbatches.oom_retry", self.oom_retry)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,19 @@ class TensorParallel:
 
     plan: Literal["auto"] | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool("tensor.sequence_parallel", self.sequence_parallel)
+        if self.plan == "auto":
+            return
+        if not isinstance(self.plan, Mapping):
+            raise ValueError(f'tensor.plan must be "auto" or a mapping of name patterns to styles, got {self.plan!r}')
+        for pattern, style in self.plan.items():
+            if not _TENSOR_STYLE.fullmatch(str(style)):
+                raise ValueError(
+                    f"tensor.plan: unknown style {style!r} for {pattern!r}; the styles are column, row, column_gather,"
+                    " column_packed:k (k equal pieces), column_packed:a,b,... (their sizes), vocab, replicate"
+                )
 
 
 @dataclass(frozen=True)
@@ -145,28 +165,42 @@ class EffiConfig:
                 f"replicate_size={self.replicate_size} asks for copies of a sharded group, but zero_stage=0 shards"
                 " nothing: every rank is a copy already. Use zero_stage=1, 2 or 3, or leave replicate_size at 1"
             )
+        if self.tensor is not None and self.tensor_parallel_size == 1:
+            raise ValueError(
+                f"tensor={self.tensor!r} has no effect with tensor_parallel_size=1. Set tensor_parallel_size, or leave"
+                " tensor out"
+            )
         self._refuse_what_is_not_built()
 
     def _refuse_what_is_not_built(self) -> None:
         """Settings of the public contract that this version does not carry out are refused, never ignored."""
-        default = _Defaults()
-        unbuilt = [
-            ("tensor_parallel_size", self.tensor_parallel_size, default.tensor_parallel_size),
-            ("pipeline_parallel_size", self.pipeline_parallel_size, default.pipeline_parallel_size),
-            ("microbatches", self.microbatches, default.microbatches),
-            ("pipeline", self.pipeline, default.pipeline),
-            ("tensor", self.tensor, default.tensor),
-            ("activation_checkpointing", self.activation_checkpointing, default.activation_checkpointing),
-            ("attention", self.attention, default.attention),
-            ("optimizer_states", self.optimizer_states, default.optimizer_states),
-            ("parameter_offload", self.parameter_offload, default.parameter_offload),
-            ("compile", self.compile, default.compile),
+        unbuilt = ("activation_checkpointing", "attention", "optimizer_states", "parameter_offload", "compile")
+        asked = [
+            f"{name}={getattr(self, name)!r} (use {default!r})"
+            for name in unbuilt
+            if getattr(self, name) != (default := _default(EffiConfig, name))
         ]
-        asked = [f"{name}={value!r} (use {allowed!r})" for name, value, allowed in unbuilt if value != allowed]
-        if self.microbatches == Microbatches(count=1):  # one piece per batch is what happens anyway
-            asked = [text for text in asked if not text.startswith("microbatches=")]
+        if self.pipeline.schedule not in ("1f1b", "gpipe"):
+            asked.append(f"pipeline={self.pipeline.schedule!r} (use '1f1b' or 'gpipe')")
+        if self.pipeline.virtual_stages not in (None, 1):
+            asked.append(f"pipeline with virtual_stages={self.pipeline.virtual_stages} (use None)")
+        if self.pipeline_parallel_size > 1:
+            if self.checkpoints.format == "sharded":
+                asked.append("checkpoints='sharded' with pipeline_parallel_size > 1 (use 'full')")
+            if self.verify is True:
+                asked.append("verify=True with pipeline_parallel_size > 1 (use 'auto', which compares the loss)")
+            if self.tensor_parallel_size > 1:
+                asked.append("pipeline_parallel_size > 1 with tensor_parallel_size > 1 (set one of them to 1)")
+        elif self.tensor_parallel_size > 1 and self.microbatches.count not in ("auto", 1):
+            asked.append(f"microbatches={self.microbatches.count} with tensor_parallel_size > 1 (use 1)")
+        if self.microbatches.oom_retry:
+            asked.append("microbatches with oom_retry=True (use oom_retry=False)")
         if self.checkpoints.asynchronous:
             asked.append(f"checkpoints={self.checkpoints!r} (use asynchronous=False)")
+        if self.tensor is not None and self.tensor.sequence_parallel:
+            asked.append("tensor.sequence_parallel=True (use False)")
+        if self.tensor is not None and self.tensor.plan != "auto" and "vocab" in self.tensor.plan.values():
+            asked.append("tensor.plan with the style 'vocab' (leave the layer out: it stays whole)")
         if asked:
             raise ValueError("This version of lightning_effi does not carry out " + "; ".join(asked))
 
@@ -176,20 +210,10 @@ class EffiConfig:
         return self.gradient_sync == "every" or (self.gradient_sync == "auto" and self.zero_stage >= 2)
 
 
-@dataclass(frozen=True)
-class _Defaults:
-    """The values that mean "not asked for", kept apart so that comparing with them does not validate them."""
-
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    microbatches: Microbatches = field(default_factory=Microbatches)
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    tensor: TensorParallel | None = None
-    activation_checkpointing: ActivationCheckpointing | None = None
-    attention: Attention = "auto"
-    optimizer_states: OptimizerStates = field(default_factory=OptimizerStates)
-    parameter_offload: bool = False
-    compile: bool = False
+def _default(config: type, name: str) -> Any:
+    """The value that means "not asked for"."""
+    (found,) = (f for f in fields(config) if f.name == name)
+    return found.default if found.default_factory is MISSING else found.default_factory()
 
 
 def expand(setting: str, value: Any, dataclass_type: type, short: str) -> Any:
@@ -229,6 +253,21 @@ def check_positive(setting: str, value: Any, also: str | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         choices = "an integer of at least 1" + (f" or {also}" if also else "")
         raise ValueError(f"{setting} must be {choices}, got {value!r}")
+
+
+def check_dotted(setting: str, value: Any, names: Sequence[str]) -> None:
+    """Raise unless ``value`` is ``None``, one of ``names`` or the dotted path of something callable."""
+    if value is None or value in names:
+        return
+    try:
+        if callable(resolve_name(value)):
+            return
+    except (ValueError, ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{setting} must be one of {', '.join(map(repr, names))} or the dotted path of a function, got {value!r}"
+            f" ({error})"
+        ) from error
+    raise ValueError(f"{setting}: {value!r} is not callable")
 
 
 def check_bool(setting: str, value: Any, also: str | None = None) -> None:

@@ -115,6 +115,11 @@ class Layout:
         mine = self.data_parallel_rank(rank)
         return tuple(other for other in range(self.world_size) if self.data_parallel_rank(other) == mine)
 
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of each pipeline, in the order of stages."""
+        starts = [place for place in map(self.coordinates, range(self.world_size)) if place.pp == 0]
+        return [[self.rank_at(place._replace(pp=stage)) for stage in range(self.pipeline)] for place in starts]
+
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """The torch mesh with the axes named as in :data:`AXES`; needs a process group."""
         from torch.distributed.device_mesh import init_device_mesh

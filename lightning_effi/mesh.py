@@ -34,6 +34,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         self._device_mesh: DeviceMesh | None = None
         self._data_parallel_group: Any = None
         self._control_group: Any = None
+        self._tensor_control_group: Any = None
 
     # -- who is who --------------------------------------------------------------------------------------------------
 
@@ -63,7 +64,14 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     @property
     def is_distributed(self) -> bool:
-        """Asked by Lightning before it injects distributed samplers and before it reduces logged values."""
+        """Asked by Lightning before it injects distributed samplers and before it reduces logged values.
+
+        Ranks that all work on the same batch need neither: the loader keeps its own order.
+        """
+        return self.has_several_processes and (self._layout is None or self.data_parallel_size > 1)
+
+    @property
+    def has_several_processes(self) -> bool:
         return self.num_processes * self.num_nodes > 1
 
     @property
@@ -90,7 +98,7 @@ class MeshStrategy(ParallelStrategy, ABC):
     @property
     def needs_process_group(self) -> bool:
         """One process needs none, unless it computes with other parameters than it stores."""
-        return self.is_distributed or self.precision_plugin.compute.everywhere  # type: ignore[attr-defined]
+        return self.has_several_processes or self.precision_plugin.compute.everywhere  # type: ignore[attr-defined]
 
     @property
     def data_parallel_group(self) -> Any:
@@ -98,9 +106,19 @@ class MeshStrategy(ParallelStrategy, ABC):
         return self._data_parallel_group
 
     @property
+    def pipeline_group(self) -> Any:
+        """The process group of the ranks of one pipeline, in the order of stages."""
+        return self.device_mesh["pp"].get_group()
+
+    @property
     def control_group(self) -> Any:
         """The same ranks, with a backend for CPU tensors."""
         return self._control_group
+
+    @property
+    def tensor_control_group(self) -> Any:
+        """The ranks of this process's tensor-parallel group, with a backend for CPU tensors."""
+        return self._tensor_control_group
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -114,11 +132,19 @@ class MeshStrategy(ParallelStrategy, ABC):
             tensor_parallel_size=self.config.tensor_parallel_size,
             pipeline_parallel_size=self.config.pipeline_parallel_size,
         )
+        if self._layout.pipeline > 1 and self.data_parallel_size > 1 and self.config.zero_stage > 0:
+            raise ValueError(
+                f"pipeline_parallel_size={self._layout.pipeline} with {self.data_parallel_size} data-parallel ranks is"
+                f" only carried out with zero_stage=0 by this version, and zero_stage is {self.config.zero_stage}. Use"
+                " zero_stage=0"
+            )
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        _compat.reset_seed()
+        if self.is_distributed or not _compat.is_seeded():
+            # otherwise the loader goes on from where the module's initialisation left, as in a single process
+            _compat.reset_seed()
         self.set_world_ranks()
         if not self.needs_process_group:
             return
@@ -134,25 +160,22 @@ class MeshStrategy(ParallelStrategy, ABC):
             self._data_parallel_group = _compat.flatten_mesh(
                 self._device_mesh["replicate", "shard"], "data_parallel"
             ).get_group()
-            self._control_group = self._make_control_group()
+            self._control_group = self._on_cpu(self._data_parallel_group, ("replicate", "shard"))
+            self._tensor_control_group = self._on_cpu(self._device_mesh["tp"].get_group(), ("tp",))
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
-    def _make_control_group(self) -> Any:
-        """The data-parallel ranks again, with a backend for CPU tensors; every rank must make every group."""
+    def _on_cpu(self, group: Any, axes: tuple[str, ...]) -> Any:
+        """The ranks along ``axes`` again, with a backend for CPU tensors; every rank must make every group."""
         if self.root_device.type == "cpu":
-            return self._data_parallel_group
+            return group
         layout, mine = self.layout, None
-        for first in range(layout.world_size):
-            place = layout.coordinates(first)
-            if place.replicate == 0 and place.shard == 0:
-                ranks = [
-                    rank
-                    for rank in range(layout.world_size)
-                    if (layout.coordinates(rank).pp, layout.coordinates(rank).tp) == (place.pp, place.tp)
-                ]
-                group = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
-                mine = group if self.global_rank in ranks else mine
+        by_place: dict[Any, list[int]] = {}
+        for rank in range(layout.world_size):
+            by_place.setdefault(layout.coordinates(rank)._replace(**dict.fromkeys(axes, 0)), []).append(rank)
+        for ranks in by_place.values():
+            group = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
+            mine = group if self.global_rank in ranks else mine
         return mine
 
     def set_world_ranks(self) -> None:

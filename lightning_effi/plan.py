@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_effi.layout import Layout
+from lightning_effi.pipeline.plan import PipelinePlan
+from lightning_effi.pipeline.schedule import Timeline
 from lightning_effi.sharding.plan import ShardingPlan
+from lightning_effi.tensor.plan import TensorPlan
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -18,6 +21,8 @@ class Plan:
     sharding: ShardingPlan
     precision: str
     moments: int | None = None
+    pipeline: PipelinePlan | None = None
+    tensor: TensorPlan | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -25,11 +30,23 @@ class Plan:
         """Bytes that one rank holds at the end of a backward pass, by kind."""
         return self.sharding.bytes_per_rank(self.moments)
 
+    @property
+    def timeline(self) -> Timeline:
+        """Who does what when in the pipeline; it prints itself, and :meth:`Timeline.save` draws it.
+
+        Raises:
+            RuntimeError: where there is no pipeline, or the first training step has not come yet.
+        """
+        if self.pipeline is None:
+            raise RuntimeError("plan.timeline needs pipeline_parallel_size > 1, and is known from the first step on")
+        return self.pipeline.timeline
+
     def __str__(self) -> str:
         costs = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in self.bytes_per_rank.items())
         lines = [
             f"{self.layout.world_size} processes ({self.layout}), precision {self.precision}",
-            *str(self.sharding).splitlines(),
+            *(() if self.tensor is None else str(self.tensor).splitlines()),
+            *(str(self.pipeline).splitlines() if self.pipeline else str(self.sharding).splitlines()),
             f"bytes per rank: {costs}",
             *self.notes,
         ]

@@ -16,7 +16,7 @@ from lightning_effi.config import check_bool
 from lightning_effi.sharding.optimizers import LocalStep
 from lightning_effi.sharding.plan import Compute
 from lightning_effi.sharding.scalars import ReadableShards
-from lightning_effi.step.clipping import clip_gradient_norm, clip_gradient_value
+from lightning_effi.step.clipping import Stages, clip_gradient_norm, clip_gradient_value
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
@@ -115,6 +115,8 @@ class EffiPrecision(Precision):
         self._stock = self._stock_plugin()
         self._local_steps: dict[int, LocalStep] = {}
         self.last_grad_norm: Tensor | None = None
+        self.stages: Stages | None = None
+        """The pipeline over which norms are taken; set by the strategy."""
 
     @classmethod
     def from_stock(cls, plugin: Precision) -> EffiPrecision:
@@ -223,7 +225,7 @@ class EffiPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.last_grad_norm = clip_gradient_norm(self.main_params(optimizer), float(clip_val))
+        self.last_grad_norm = clip_gradient_norm(self.main_params(optimizer), float(clip_val), stages=self.stages)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -42,8 +43,13 @@ from lightning_effi.config import (
 from lightning_effi.diagnose.run import RunProbe
 from lightning_effi.launch import end_other_processes, make_launcher
 from lightning_effi.mesh import MeshStrategy
+from lightning_effi.pipeline.engine import PipelineEngine
+from lightning_effi.pipeline.plan import PipelinePlan
+from lightning_effi.pipeline.runner import PipelineRunner
+from lightning_effi.pipeline.stages import StageParameters
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
+from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.build import build_engine
 from lightning_effi.sharding.deferred import parameters_on_meta
 from lightning_effi.sharding.engine import Engine
@@ -52,7 +58,11 @@ from lightning_effi.sharding.plan import plan_sharding
 from lightning_effi.sharding.refuse import refuse_averaging_of_shards, refuse_unshardable
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
+from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
+from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.step.signals import DeferredSignals
+from lightning_effi.tensor.plan import TensorPlan
+from lightning_effi.tensor.run import TensorRun
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -168,18 +178,26 @@ class EffiStrategy(MeshStrategy):
         self._plan: Plan | None = None
         self._shown_plan = ""
         self._engine: Engine | None = None
+        self._microbatched: MicrobatchedStep | None = None
         self._window = AccumulationWindow(exact=exact_accumulation)
         self._checkpoint = RunCheckpoint(self)
         self._probe = RunProbe(self)
         self._signals = DeferredSignals()
+        self._tensor = TensorRun(self)
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """What is sharded how, and the bytes per rank; known once the module has been set up."""
-        if self._plan is None:
-            raise RuntimeError("strategy.plan is known once the module has been set up (from on_fit_start on)")
+        """What is sharded how, and the bytes per rank; known once the module has been set up.
+
+        With tensor parallelism that is in the first step, which shows what the blocks are called with.
+        """
+        if self._plan is None or self._tensor.is_pending:
+            raise RuntimeError(
+                "strategy.plan is known once the module has been set up (from on_fit_start on, with tensor parallelism"
+                " from the end of the first step on)"
+            )
         return self._plan
 
     @property
@@ -202,6 +220,18 @@ class EffiStrategy(MeshStrategy):
     def last_grad_norm(self) -> Tensor | None:
         """Norm of the whole gradient before the last clipping by norm; ``None`` before the first."""
         return self.precision.last_grad_norm
+
+    @property
+    def stages(self) -> StageParameters | None:
+        """The parameters of this rank's pipeline stage; ``None`` without a pipeline, and before its first step."""
+        return self._engine.stages if isinstance(self._engine, PipelineEngine) else None
+
+    @property
+    def optimizer_names(self) -> list[list[list[str]]]:
+        """Names of the whole module's parameters by optimizer and group, once a pipeline has split it."""
+        assert isinstance(self._engine, PipelineEngine)
+        assert self._engine.runner is not None
+        return self._engine.runner.optimizer_names
 
     @property
     def has_engine(self) -> bool:
@@ -249,6 +279,7 @@ class EffiStrategy(MeshStrategy):
             self.engine.rest()
             self.setup_optimizers(trainer)
         self._prepare_optimizers(trainer)
+        self._microbatched = self._setup_microbatches() if fitting else None
         self.setup_precision_plugin()
         self._show_plan()
         self.barrier("setup")
@@ -262,28 +293,95 @@ class EffiStrategy(MeshStrategy):
         self.model = self.precision.convert_module(module)
         if fitting:
             self.setup_optimizers(trainer)
+        if self.layout.pipeline > 1:
+            refuse_averaging_of_shards(trainer, f"pipeline_parallel_size={self.layout.pipeline}")
+        if self.layout.tensor > 1:
+            refuse_unshardable(self.optimizers, f"tensor_parallel_size={self.layout.tensor}")
+            refuse_averaging_of_shards(trainer, f"tensor_parallel_size={self.layout.tensor}")
+            self._tensor.prepare(module)
+            self._engine = Engine(module)  # until the first step
+            return
+        self._probe.before_sharding(module)
+        self._shard_module(module, None)
+
+    def _split_module(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Tensor parallelism is planned in the first step, whose batch shows what the blocks are called with."""
+        module = self.lightning_module
+        assert module is not None
+        with torch.inference_mode(False):
+            plan = self._tensor.plan(module, step, args, kwargs)
+            self._probe.before_sharding(module)
+            optimizers = DetachedOptimizers(self.optimizers, module)
+            self._tensor.apply(module, plan)
+            self._shard_module(module, plan, optimizers)
+            self._prepare_optimizers(module.trainer)
+        self._show_plan()
+
+    def _shard_module(
+        self, module: pl.LightningModule, tensor: TensorPlan | None, optimizers: DetachedOptimizers | None = None
+    ) -> None:
+        """Exchange the parameters for shards, in the module and in its optimizers (given where detached already)."""
+        states = moments(self.optimizers)
         plan = plan_sharding(module, self.layout, self.config.zero_stage, self.precision.compute)
         if plan.is_sharded:
-            refuse_unshardable(self.optimizers, self.config.zero_stage)
-            refuse_averaging_of_shards(trainer, self.config.zero_stage)
-        self._plan = Plan(self.layout, plan, self.precision.precision, moments(self.optimizers))
-        self._probe.before_sharding(module)
-        optimizers = DetachedOptimizers(self.optimizers, module) if plan.is_sharded else None
-        self._engine = build_engine(
-            module,
-            plan,
-            mesh=self._device_mesh,
-            data_parallel_group=self.data_parallel_group,
-            control_group=self.control_group,
-            device=self.root_device,
-            sync_every_backward=self.config.syncs_every_backward,
-            processes_per_node=self.num_processes,
-        )
+            refuse_unshardable(self.optimizers, f"zero_stage={self.config.zero_stage}")
+            refuse_averaging_of_shards(module.trainer, f"zero_stage={self.config.zero_stage}")
+        self._plan = Plan(self.layout, plan, self.precision.precision, states, tensor=tensor)
+        if optimizers is None and plan.is_sharded:
+            optimizers = DetachedOptimizers(self.optimizers, module)
+        if self.layout.pipeline > 1:
+            if self.precision.master_weights:
+                raise ValueError(
+                    "master_weights=True is not carried out with pipeline_parallel_size > 1 by this version. Use"
+                    " precision='bf16-mixed', which keeps the parameters in fp32"
+                )
+            self._engine = PipelineEngine(
+                module, group=self.pipeline_group, replicas=self.data_parallel_group, device=self.root_device
+            )
+        else:
+            self._engine = build_engine(
+                module,
+                plan,
+                mesh=self._device_mesh,
+                data_parallel_group=self.data_parallel_group,
+                control_group=self.control_group,
+                device=self.root_device,
+                sync_every_backward=self.config.syncs_every_backward,
+                processes_per_node=self.num_processes,
+            )
         if optimizers is not None:
             optimizers.attach(module)
 
+    def _setup_microbatches(self) -> MicrobatchedStep | None:
+        """``None``: each batch is one piece."""
+        stages, count = self.layout.pipeline, self.config.microbatches.count
+        if stages == 1 and count in ("auto", 1):
+            return None
+        module = self.lightning_module
+        assert module is not None
+        refuse_uncuttable(module, self.config, self.data_parallel_size)
+        if isinstance(self.engine, PipelineEngine):
+            self.engine.runner = PipelineRunner(self, self.pipeline_group)
+            count = 3 * stages if count == "auto" else count
+            runner: Runner = self.engine.runner
+        else:
+            runner = SequentialRunner(self)
+        agreement = Agreement(self.control_group) if self.data_parallel_size > 1 else None
+        return MicrobatchedStep(self, runner, int(count), agreement)
+
+    def on_split(self, plan: PipelinePlan) -> None:
+        """The pipeline's first training step has split the module."""
+        stages, sharding = self.stages, self.plan.sharding
+        assert stages is not None
+        held = tuple(info for info in sharding.replicated if info.name in stages.local)
+        self._plan = replace(self.plan, pipeline=plan, sharding=replace(sharding, replicated=held))
+        self.precision.stages = stages
+        self._show_plan()
+
     def _show_plan(self) -> None:
         """Once, unless it has changed (another module, another optimizer)."""
+        if self._tensor.is_pending:
+            return
         if (text := str(self.plan)) != self._shown_plan:
             self._shown_plan = text
             rank_zero_info(text)
@@ -305,7 +403,13 @@ class EffiStrategy(MeshStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        self._tensor.check_batch(args)
+        if self._tensor.is_pending:
+            with self.precision.train_step_context():
+                self._split_module(self.lightning_module.training_step, args, kwargs)
         self._probe.before_first_step(*args, **kwargs)
+        if self._microbatched is not None:
+            return self._microbatched(*args, **kwargs)
         with self.precision.train_step_context():
             return self.engine.run_step(self.lightning_module.training_step, *args, **kwargs)
 
@@ -329,6 +433,9 @@ class EffiStrategy(MeshStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step without backward: what it gathered must not outlive it, or a later load would be lost with it."""
+        self._tensor.check_batch(args)
+        if self._tensor.is_pending:
+            self._split_module(step, args, kwargs)
         try:
             return self.engine.run_step(step, *args, **kwargs)
         finally:
@@ -345,9 +452,12 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
-        self.engine.before_backward(closure_loss)
-        self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-        self.engine.after_backward()  # before on_after_backward, which post_backward calls
+        if self._microbatched is not None and self._microbatched.has_gradients:
+            self._microbatched.give_gradients()
+        else:
+            self.engine.before_backward(closure_loss)
+            self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+            self.engine.after_backward()  # before on_after_backward, which post_backward calls
         self._window.count()
         closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -459,8 +569,11 @@ class EffiStrategy(MeshStrategy):
         self.accelerator.teardown()
 
     def _release_module(self) -> None:
+        if self._plan is not None and not self._plan.sharding.is_sharded:
+            self._tensor.undo()
         assert self.lightning_module is not None
         if self.engine.release(self.optimizers):
+            self._tensor.undo()
             self._engine = None
             if self._layer_sync is not None:
                 self._layer_sync.revert(self.lightning_module)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_effi import _compat
 from lightning_effi.checkpoint import full, sharded
+from lightning_effi.pipeline import checkpoint as stage_checkpoint
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
@@ -36,6 +37,8 @@ class RunCheckpoint:
         assert module is not None
         self._meet_after_error()
         self._settle()
+        if stages := self._strategy.stages:
+            return stage_checkpoint.gather_model(module, stages)
         if self._is_sharded:
             return module.state_dict()
         return full.gather_model(module, keep=self._strategy.is_global_zero)
@@ -43,7 +46,11 @@ class RunCheckpoint:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As :meth:`model_state`; in the ``full`` format it is what stock Lightning saves."""
         self._settle()
-        state = _compat.unwrap_lightning_optimizer(optimizer).state_dict()
+        optimizer = _compat.unwrap_lightning_optimizer(optimizer)
+        if stages := self._strategy.stages:
+            index = next(i for i, own in enumerate(self._strategy.optimizers) if own is optimizer)
+            return stage_checkpoint.gather_optimizer(optimizer, self._strategy.optimizer_names[index], stages)
+        state = optimizer.state_dict()
         return state if self._is_sharded else full.gather_full(state, keep=self._strategy.is_global_zero)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
@@ -111,7 +118,7 @@ class RunCheckpoint:
             RuntimeError: where they are not all here within seconds.
         """
         strategy = self._strategy
-        if strategy.has_engine and strategy.is_distributed and strategy.is_interrupted:
+        if strategy.has_engine and strategy.has_several_processes and strategy.is_interrupted:
             try:
                 dist.monitored_barrier(strategy.control_group, timeout=_MEETING_TIME)
             except RuntimeError as error:

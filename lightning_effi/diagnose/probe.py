@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 _DROPOUTS = {
     F.dropout,
@@ -46,6 +47,18 @@ class NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def copied(module: nn.Module) -> Any:
+    """A deep copy. Handles of hooks that the module keeps, which cannot be copied, are those of the original."""
+    handles = {
+        id(handle): handle
+        for submodule in module.modules()
+        for value in vars(submodule).values()
+        for handle in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(handle, RemovableHandle)
+    }
+    return copy.deepcopy(module, handles)
+
+
 def loss_of(output: Any) -> Tensor:
     """The loss in what ``training_step`` returned.
 
@@ -74,7 +87,7 @@ def plain_gradients(module: nn.Module, step: Callable[..., Any], *args: Any) -> 
 def restored(module: nn.Module) -> Iterator[None]:
     """Put back buffers, counters and metrics of ``module``, and all randomness, on leaving."""
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    counters = {name: _counters(submodule) for name, submodule in module.named_modules()}
+    before = {name: counters(submodule) for name, submodule in module.named_modules()}
     randomness = _get_randomness()
     try:
         yield
@@ -84,7 +97,7 @@ def restored(module: nn.Module) -> Iterator[None]:
                 if name in buffers:
                     buffer.copy_(buffers[name])
         for name, submodule in module.named_modules():
-            for key, value in counters.get(name, {}).items():
+            for key, value in before.get(name, {}).items():
                 object.__setattr__(submodule, key, value)
         _set_randomness(randomness)
 
@@ -102,7 +115,18 @@ def silent(module: nn.Module) -> Iterator[None]:
             del module.__dict__[name]
 
 
-def _counters(module: nn.Module) -> dict[str, Any]:
+@contextmanager
+def same_randomness() -> Iterator[None]:
+    """Put all randomness back on leaving, so that what runs next draws the same numbers."""
+    randomness = _get_randomness()
+    try:
+        yield
+    finally:
+        _set_randomness(randomness)
+
+
+def counters(module: nn.Module) -> dict[str, Any]:
+    """Copies of the attributes of ``module`` itself that are plain data: numbers, tensors, and nestings of them."""
     return {
         key: copy.deepcopy(value)
         for key, value in vars(module).items()

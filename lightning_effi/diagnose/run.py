@@ -12,14 +12,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_effi.diagnose.compare import Comparison, compare_tensors
-from lightning_effi.diagnose.probe import NoDropout, loss_of, plain_gradients, restored, silent
+from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, plain_gradients, restored, silent
 from lightning_effi.sharding.initial import broadcast_states
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
 
-# Rounding of one forward and backward, by the lowest dtype computed with; a wrong gradient is off by far more.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# Rounding of one forward and backward, by the lowest dtype computed with; a wrong gradient is off by far more. Models
+# in fp64 may still compute in fp32 here and there, as the norms of transformers do.
+# In bf16, sums of parts are rounded apart.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15}
 
 
 class RunProbe:
@@ -36,9 +38,10 @@ class RunProbe:
     def before_sharding(self, module: nn.Module) -> None:
         """Keep a copy if the run is to be verified; data parallelism infers nothing, so ``auto`` has no need to."""
         strategy = self._strategy
-        if strategy.config.verify is not True or not strategy.is_distributed:
+        wanted = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
+        if not wanted or not strategy.has_several_processes:
             return
-        self._plain = copy.deepcopy(module).to(strategy.root_device)
+        self._plain = copied(module).to(strategy.root_device)
 
     def before_first_step(self, *args: Any) -> None:
         """Compare on the arguments of the first ``training_step``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,13 +11,17 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What planning needs to know about a parameter; works for meta tensors and DTensors (global shape)."""
+    """What planning needs to know about a parameter; works for meta tensors and DTensors (global shape).
+
+    ``parts``: into how many equal parts tensor parallelism has cut it; a rank holds one.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     also_named: tuple[str, ...] = ()
+    parts: int = 1
 
     @property
     def numel(self) -> int:
@@ -27,7 +32,8 @@ class ParameterInfo:
 
     @property
     def bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        """Bytes of the part that a rank holds."""
+        return self.numel * self.dtype.itemsize // self.parts
 
 
 def describe_parameters(root: nn.Module) -> list[ParameterInfo]:
@@ -38,6 +44,11 @@ def describe_parameters(root: nn.Module) -> list[ParameterInfo]:
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     return [
-        ParameterInfo(first, tuple(p.shape), p.dtype, p.requires_grad, tuple(others))
+        ParameterInfo(first, tuple(p.shape), p.dtype, p.requires_grad, tuple(others), _parts(p))
         for p, (first, *others) in ((parameters[key], found) for key, found in names.items())
     ]
+
+
+def _parts(parameter: Any) -> int:
+    mesh = getattr(parameter, "device_mesh", None)
+    return 1 if mesh is None or mesh.mesh_dim_names != ("tp",) else mesh.size()

@@ -31,6 +31,12 @@ class Agreement:
         *bits, highest, negated_lowest = values.tolist()
         return [bool(bit) for bit in bits], highest == -negated_lowest
 
+    def least(self, number: int) -> int:
+        """The smallest ``number`` of all ranks."""
+        value = torch.tensor(number)
+        dist.all_reduce(value, dist.ReduceOp.MIN, group=self._group)
+        return int(value)
+
     def gather(self, value: Any) -> list[Any]:
         """Everybody's ``value``, in rank order."""
         gathered: list[Any] = [None] * dist.get_world_size(self._group)

@@ -37,6 +37,8 @@ class Engine:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.keeps_unreduced = False
+        """While set, ``zero_grad`` does not reach gradients that were not reduced yet."""
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a step hook of the module with its parameters ready for use."""

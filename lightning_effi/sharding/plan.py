@@ -67,7 +67,7 @@ class ShardingPlan:
     @property
     def is_sharded(self) -> bool:
         """Whether parameters are held as shards between steps (FSDP2 is at work)."""
-        return bool(self.groups) and (self.zero_stage > 0 or self.compute.everywhere)
+        return bool(self.groups)
 
     def bytes_per_rank(self, moments: int | None) -> dict[str, int]:
         """Bytes that one rank holds at the end of a window's last backward but one, or of its only one.
@@ -98,14 +98,14 @@ class ShardingPlan:
     @property
     def _full_gradients(self) -> int:
         return sum(
-            p.numel * self.compute_dtype(group, p).itemsize
+            p.numel // p.parts * self.compute_dtype(group, p).itemsize
             for group in self.groups
             for p in group.parameters
             if p.trainable
         )
 
     def _gathered_bytes(self, group: ShardGroup) -> int:
-        return sum(p.numel * self.compute_dtype(group, p).itemsize for p in group.parameters)
+        return sum(p.numel // p.parts * self.compute_dtype(group, p).itemsize for p in group.parameters)
 
     def compute_dtype(self, group: ShardGroup, parameter: ParameterInfo) -> torch.dtype:
         """The dtype in which the forward sees the parameter."""
@@ -114,7 +114,7 @@ class ShardingPlan:
 
     def __str__(self) -> str:
         if self.layout.data_parallel_size == 1 and not self.groups:
-            return "data parallel: one process, nothing is sharded"
+            return f"data parallel: one {'process' if self.layout.tensor == 1 else 'group'}, nothing is sharded"
         if not self.is_sharded:
             return f"ZeRO stage 0: {self.layout.replicate} full copies, whose gradients are averaged"
         what = ("nothing", "optimizer states", "optimizer states and gradients",
@@ -140,7 +140,7 @@ def plan_sharding(module: nn.Module, layout: Layout, zero_stage: int, compute: C
     scalars = tuple(info for info in infos if not info.shape)
     if layout.data_parallel_size == 1 and not compute.everywhere:
         return ShardingPlan(zero_stage, layout, (), tuple(infos), compute)
-    if zero_stage == 0 and not compute.everywhere:
+    if zero_stage == 0 and not compute.everywhere and layout.tensor == 1:
         return ShardingPlan(zero_stage, layout, (), tuple(infos), compute)
 
     blocks = [block.name for block in find_blocks(module)]
@@ -200,7 +200,7 @@ def _shard_bytes(parameter: ParameterInfo, shards: int) -> int:
     if not parameter.shape or not parameter.numel:
         return parameter.bytes
     rows = -(-parameter.shape[0] // shards)
-    return rows * (parameter.numel // parameter.shape[0]) * parameter.dtype.itemsize
+    return rows * (parameter.numel // parameter.shape[0]) * parameter.dtype.itemsize // parameter.parts
 
 
 def _describe_blocks(blocks: Sequence[ShardGroup]) -> str:

@@ -13,21 +13,22 @@ from torch.optim import Optimizer
 _UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
-def refuse_unshardable(optimizers: Iterable[Optimizer], zero_stage: int) -> None:
-    """Raise ``ValueError`` for optimizers that need whole parameters."""
+def refuse_unshardable(optimizers: Iterable[Optimizer], setting: str) -> None:
+    """Raise ``ValueError`` for optimizers that need whole parameters, which ``setting`` shards."""
     for optimizer in optimizers:
         if isinstance(optimizer, _UNSHARDABLE):
             raise ValueError(
-                f"zero_stage={zero_stage} shards the parameters, and {type(optimizer).__name__} needs each of them"
-                " whole. Use zero_stage=0, or another optimizer"
+                f"{setting} shards the parameters, and {type(optimizer).__name__} needs each of them whole. Use"
+                " zero_stage=0 and tensor_parallel_size=1, or another optimizer"
             )
 
 
-def refuse_averaging_of_shards(trainer: pl.Trainer, zero_stage: int) -> None:
+def refuse_averaging_of_shards(trainer: pl.Trainer, setting: str) -> None:
     """Raise ``ValueError`` for Lightning's averaging callbacks, which copy whole parameters onto the module's."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
-                f"{type(callback).__name__} keeps a whole copy of the module and cannot average shards. Use"
-                f" zero_stage=0 instead of zero_stage={zero_stage}, or leave the callback out"
+                f"{type(callback).__name__} keeps a whole copy of the module and cannot average the parts that"
+                f" {setting} leaves on each rank. Use zero_stage=0 without tensor and pipeline parallelism, or leave"
+                " the callback out"
             )

@@ -204,11 +204,11 @@ class ShardedEngine(Engine):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        self._window_open = True
+        was_open, self._window_open = self._window_open, True
         try:
             yield
         finally:
-            self._window_open = False
+            self._window_open = was_open
 
     @contextmanager
     def whole_window(self) -> Iterator[None]:
@@ -245,7 +245,8 @@ class ShardedEngine(Engine):
 
         def zero_grad(set_to_none: bool = True) -> None:
             original(set_to_none)
-            self._reduction.discard({id(p) for group in optimizer.param_groups for p in group["params"]})
+            if not self.keeps_unreduced:
+                self._reduction.discard({id(p) for group in optimizer.param_groups for p in group["params"]})
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 

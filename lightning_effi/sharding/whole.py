@@ -31,7 +31,8 @@ class WholeWhereMixed(TorchFunctionMode):
         if _writes(func):  # into a full copy that nobody keeps; torch's own refusal is better
             return func(*args, **(kwargs or {}))
         leaves, tree = tree_flatten((args, kwargs or {}))
-        sharded = [isinstance(leaf, DTensor) for leaf in leaves]
+        # a weight that tensor parallelism splits is a DTensor inside its block too, over the tensor axis alone
+        sharded = [isinstance(leaf, DTensor) and "shard" in (leaf.device_mesh.mesh_dim_names or ()) for leaf in leaves]
         if any(sharded) and any(isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
             self.was_needed = True
             pairs = zip(leaves, sharded, strict=True)

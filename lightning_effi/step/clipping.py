@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,22 @@ from torch import Tensor, nn
 from lightning_effi import _compat
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+class Stages(Protocol):
+    """The ranks of a pipeline, each of which holds other parameters, and copies of shared ones."""
+
+    def counts(self, parameter: Tensor) -> bool: ...
+
+    def reduce(self, value: Tensor, operation: Any) -> Tensor: ...
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0, stages: Stages | None = None) -> Tensor:
     """The p-norm (``inf`` for the maximum) over all gradients together; a 0-dim tensor, equal on all ranks.
 
-    A parameter given twice counts once. Without any gradient the norm is 0.
+    A parameter given twice, or held by several stages of a pipeline, counts once. Without any gradient the norm is 0.
     """
     by_placement: dict[Any, list[Tensor]] = {}
+    if stages is not None:
+        parameters = [parameter for parameter in parameters if stages.counts(parameter)]
     for gradient in _gradients(parameters):
         by_placement.setdefault(_placement(gradient), []).append(_compat.local_tensor(gradient))
     parts = []
@@ -34,20 +44,26 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0) ->
         if norm_type != torch.inf:
             part = part**norm_type
         parts.append(_reduce_over_shards(part, placement, norm_type))
-    if not parts:
+    if not parts and stages is None:
         return torch.zeros(())
-    total = torch.stack([part.to(parts[0].device) for part in parts])
-    return total.max() if norm_type == torch.inf else total.sum() ** (1.0 / norm_type)
+    total = torch.stack([part.to(parts[0].device) for part in parts or [torch.zeros(())]])
+    total = total.max() if norm_type == torch.inf else total.sum()
+    if stages is not None:
+        operation = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
+        total = stages.reduce(total.double(), operation).to(total.dtype)
+    return total if norm_type == torch.inf else total ** (1.0 / norm_type)
 
 
 @torch.no_grad()
-def clip_gradient_norm(parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_gradient_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, stages: Stages | None = None
+) -> Tensor:
     """Scale all gradients so that their joint norm is at most ``max_norm``; returns the norm before.
 
     The coefficient is that of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters, norm_type)
+    norm = gradient_norm(parameters, norm_type, stages)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradients in _by_device(parameters).values():
         torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))
@@ -87,6 +103,6 @@ def _reduce_over_shards(part: Tensor, placement: Any, norm_type: float) -> Tenso
     mesh, placements = placement
     operation = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
     for dim, where in enumerate(placements):
-        if where.is_shard():
+        if _compat.is_sharded(where):
             dist.all_reduce(part, operation, group=mesh.get_group(dim))
     return part

@@ -166,11 +166,18 @@ def test_lightnings_weight_averaging_averages_full_copies(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "how", "name"), [(2, "swa", "StochasticWeightAveraging"), (3, "ema", "EMAWeightAveraging")]
+    ("strategy", "how", "name"),
+    [
+        ({"zero_stage": 2}, "swa", "StochasticWeightAveraging"),
+        ({"zero_stage": 3}, "ema", "EMAWeightAveraging"),
+        ({"tensor_parallel_size": 2}, "ema", "EMAWeightAveraging"),
+        ({"pipeline_parallel_size": 2}, "swa", "StochasticWeightAveraging"),
+    ],
+    ids=["zero2-swa", "zero3-ema", "tp2-ema", "pp2-swa"],
 )
-def test_lightnings_weight_averaging_is_refused_on_shards(zero_stage: int, how: str, name: str) -> None:
+def test_lightnings_weight_averaging_is_refused_on_shards(strategy: dict[str, int], how: str, name: str) -> None:
     with pytest.raises(WorkerError, match=rf"(?s){name}.*zero_stage=0"):
-        run_distributed(average_weights, 2, {"zero_stage": zero_stage}, how)
+        run_distributed(average_weights, 2, strategy, how)
 
 
 def find_learning_rate(strategy: Strategy) -> dict[str, Any]:

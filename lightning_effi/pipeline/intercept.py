@@ -1,0 +1,229 @@
+"""Standing between a step and the blocks it calls.
+
+A stage runs the user's whole ``training_step``, of which it owns a few blocks. ``forward`` of each block and unit is
+shadowed on the instance (so that the module tree, its classes and its names stay what they are), and a handler decides
+whether a call is real, answered with placeholders, or the end of this stage's part. :meth:`Interception.remove` undoes
+it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from lightning_effi import _compat
+
+Handler = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class StageDone(BaseException):
+    """Unwinds a step at the call of the next stage's first block; no ``except Exception`` must stop it."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        super().__init__("the end of a pipeline stage")
+        self.outputs = outputs
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Shape and dtype of a tensor, and whether gradients flow through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def bytes(self) -> int:
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class Interception:
+    """The shadowed ``forward`` methods, and the output shapes of what does not run.
+
+    Args:
+        root: the user's module.
+        blocks: names of blocks.
+        units: names of the modules with parameters beside them.
+    """
+
+    def __init__(self, root: nn.Module, blocks: Sequence[str], units: Sequence[str]) -> None:
+        self._modules = {name: root.get_submodule(name) for name in (*blocks, *units)}
+        self._real = {name: module.forward for name, module in self._modules.items()}
+        mode = _compat.fake_tensor_mode()
+        self._outputs = {
+            name: FakeOutputs(module, mode, first_tensor if name in blocks else None)
+            for name, module in self._modules.items()
+        }
+        self.elsewhere: frozenset[str] = frozenset()
+        """Blocks and units whose parameters this rank does not hold."""
+        self._handler: Handler | None = None
+        for name, module in self._modules.items():
+            self._refuse_hooks(name, module)
+            module.__dict__["forward"] = partial(self._call, name)
+
+    @contextmanager
+    def handled_by(self, handler: Handler) -> Iterator[None]:
+        """Inside, ``handler(name, args, kwargs)`` answers each call of a block or unit."""
+        before, self._handler = self._handler, handler
+        try:
+            yield
+        finally:
+            self._handler = before
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own ``forward``."""
+        return self._real[name](*args, **kwargs)
+
+    def flops(self, name: str) -> int:
+        """Floating-point operations of one forward, for the last shapes that :meth:`placeholders` saw."""
+        return self._outputs[name].flops
+
+    def placeholders(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], fill: float) -> Any:
+        """What the module would return, with ``fill`` for every floating-point value and zeros for others."""
+        return self._outputs[name].filled(args, kwargs, fill)
+
+    def remove(self) -> None:
+        """Give every module its own ``forward`` back."""
+        for name, module in self._modules.items():
+            module.__dict__.pop("forward", None)
+            if module.forward != self._real[name]:  # it had been replaced on the instance before
+                module.__dict__["forward"] = self._real[name]
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self._handler is not None:
+            return self._handler(name, args, kwargs)
+        if name in self.elsewhere:
+            raise RuntimeError(
+                f"'{name}' was called outside of the step hooks, and lives on another pipeline stage. With"
+                " pipeline_parallel_size > 1 the module only runs in training_step, validation_step, test_step and"
+                " predict_step"
+            )
+        args, kwargs = resolved((args, kwargs))
+        return self._real[name](*args, **kwargs)
+
+    @staticmethod
+    def _refuse_hooks(name: str, module: nn.Module) -> None:
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(
+                f"pipeline: '{name}' has forward hooks, which would also fire on stages where it does not run. Remove"
+                " them, or use pipeline_parallel_size=1"
+            )
+
+
+class FakeOutputs:
+    """Output shapes of a module, found by running a copy of it without memory on fake tensors."""
+
+    def __init__(self, module: nn.Module, mode: Any, stand_in: Callable[[Any, Any], Any] | None) -> None:
+        self._mode = mode
+        self._clone = self._make_clone(module)
+        self._known: dict[Any, Any] = {}
+        self._stand_in = stand_in
+        self.flops = 0
+
+    def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any], fill: float) -> Any:
+        key = (signature((args, kwargs)), torch.is_grad_enabled(), _autocast_dtype())
+        if key not in self._known:
+            self._known[key] = self._run(args, kwargs)
+        return tree_map(partial(_filled, fill=fill), self._known[key])
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        def fake(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return self._mode.from_tensor(value.detach()).requires_grad_(value.requires_grad)
+
+        fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
+        counter = FlopCounterMode(display=False)
+        try:
+            with torch.random.fork_rng(devices=[]), self._mode, counter:
+                output = self._clone(*fake_args, **fake_kwargs)
+        except Exception:
+            # Experts that are chosen by computed values, and kernels without a shape rule, cannot run without values.
+            # A residual block returns what its first argument looks like; where it does not, the check of what is
+            # really sent fails by name.
+            if self._stand_in is None:
+                raise
+            output = self._stand_in(fake_args, fake_kwargs)
+        self.flops = counter.get_total_flops()
+        return tree_map(lambda value: TensorMeta.of(value) if isinstance(value, Tensor) else value, output)
+
+    def _make_clone(self, module: nn.Module) -> nn.Module:
+        memo: dict[int, Any] = {}
+        with self._mode:
+            for parameter in module.parameters():
+                empty = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
+                )
+                memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+            for buffer in module.buffers():
+                memo[id(buffer)] = torch.empty_strided(
+                    buffer.shape, buffer.stride(), dtype=buffer.dtype, device=buffer.device
+                )
+        return copy.deepcopy(module, memo)
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a residual block works on."""
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+
+def signature(tree: Any) -> Any:
+    """What decides output shapes: the tree's structure, its tensors' shapes and dtypes, its plain values."""
+    leaves, spec = tree_flatten(tree)
+    described = tuple(
+        TensorMeta.of(leaf)
+        if isinstance(leaf, Tensor)
+        else leaf
+        if isinstance(leaf, (bool, int, float, str, type(None)))
+        else type(leaf)
+        for leaf in leaves
+    )
+    return str(spec), described
+
+
+def bind(placeholder: Tensor, value: Tensor) -> None:
+    """Let ``value`` take the place of ``placeholder`` wherever that is an argument of a block.
+
+    Noted on the placeholder itself, since activation checkpointing calls the block again in backward with it.
+    """
+    placeholder._effi_value = value  # type: ignore[attr-defined]
+
+
+def resolved(tree: Any) -> Any:
+    """``tree`` with the values of placeholders that have one."""
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([getattr(leaf, "_effi_value", leaf) for leaf in leaves], spec)
+
+
+def _filled(value: Any, fill: float) -> Any:
+    if not isinstance(value, TensorMeta):
+        return value
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    tensor = torch.full(value.shape, fill, dtype=value.dtype, device=value.device)
+    return tensor.requires_grad_(torch.is_grad_enabled())
+
+
+def _autocast_dtype() -> torch.dtype | None:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None

@@ -1,0 +1,179 @@
+"""Which stage runs what, and what crosses each boundary. A value, made from a trace without communication."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_effi.pipeline.intercept import TensorMeta
+from lightning_effi.pipeline.schedule import Timeline
+from lightning_effi.pipeline.trace import Trace
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Blocks and units that one stage runs, and the parameters it holds, by their first names."""
+
+    blocks: tuple[str, ...]
+    units: tuple[str, ...]
+    parameters: tuple[str, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a stage receives: these leaves of the arguments of its first block."""
+
+    arguments: tuple[int, ...]
+    metas: tuple[TensorMeta, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(meta.bytes for meta in self.metas)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Stages in order; ``boundaries[i]`` lies before stage ``i + 1``. ``print(plan)`` tells it all.
+
+    Attributes:
+        shared: parameters that several stages hold, with those stages.
+        timeline: who does what when, in units of one forward.
+    """
+
+    stages: tuple[Stage, ...]
+    boundaries: tuple[Boundary, ...]
+    shared: tuple[tuple[str, tuple[int, ...]], ...]
+    timeline: Timeline
+
+    def __str__(self) -> str:
+        lines = [f"pipeline of {len(self.stages)} stages, {self.timeline.describe()}"]
+        for index, stage in enumerate(self.stages):
+            units = f" and {', '.join(stage.units)}" if stage.units else ""
+            lines.append(f"stage {index}: {_span(stage.blocks)}{units}; {stage.numel:,} parameters")
+            if index < len(self.boundaries):
+                shapes = ", ".join(f"{list(m.shape)} {_short(m)}" for m in self.boundaries[index].metas)
+                lines.append(f"  -> {shapes}: {self.boundaries[index].bytes:,} bytes per micro-batch")
+        for name, holders in self.shared:
+            lines.append(f"held by stages {', '.join(map(str, holders))}: {name}")
+        return "\n".join(lines)
+
+
+def plan_stages(
+    trace: Trace, parameters: Mapping[str, Sequence[str]], numels: Mapping[str, int], sizes: Sequence[int] | int
+) -> tuple[tuple[Stage, ...], tuple[Boundary, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Stages, boundaries and shared parameters.
+
+    Args:
+        trace: of one step.
+        parameters: first names of the parameters of each block and unit.
+        numels: elements of each parameter by first name.
+        sizes: blocks per stage, or the number of stages, which are then balanced by floating-point operations.
+
+    Raises:
+        ValueError: where there are too few blocks, or a value would have to bypass a boundary.
+    """
+    firsts = _first_blocks(trace, sizes)
+    ends = [*firsts[1:], len(trace.blocks)]
+    _refuse_bypasses(trace, firsts[1:])
+    stage_of = [index for index, (start, end) in enumerate(zip(firsts, ends, strict=True)) for _ in range(start, end)]
+
+    def stage_at(position: int) -> int:
+        """The stage that really runs what comes when ``position`` blocks have been called."""
+        return stage_of[max(position - 1, 0)]
+
+    units: list[list[str]] = [[] for _ in firsts]
+    for name, positions in trace.units.items():
+        for stage in sorted({stage_at(position) for position in positions}):
+            units[stage].append(name)
+    stages = []
+    for index, (start, end) in enumerate(zip(firsts, ends, strict=True)):
+        blocks = tuple(trace.blocks[start:end])
+        held = [name for module in (*blocks, *units[index]) for name in parameters[module]]
+        # code between the modules runs on its own stage and on all later ones, which pass through it
+        held += [name for name, position in trace.parameters.items() if stage_at(position) <= index]
+        unique = tuple(dict.fromkeys(held))
+        stages.append(Stage(blocks, tuple(units[index]), unique, sum(numels[name] for name in unique)))
+    boundaries = tuple(
+        Boundary(trace.arguments[trace.blocks[first]], trace.metas[trace.blocks[first]]) for first in firsts[1:]
+    )
+    holders: dict[str, list[int]] = {}
+    for index, each in enumerate(stages):
+        for name in each.parameters:
+            holders.setdefault(name, []).append(index)
+    shared = tuple((name, tuple(held)) for name, held in holders.items() if len(held) > 1)
+    return tuple(stages), boundaries, shared
+
+
+def _first_blocks(trace: Trace, sizes: Sequence[int] | int) -> list[int]:
+    """Index of each stage's first block."""
+    blocks = trace.blocks
+    count = sizes if isinstance(sizes, int) else len(sizes)
+    if len(blocks) < count:
+        found = f"has {len(blocks)}" if blocks else "calls none: no list of repeated blocks was found in the module"
+        raise ValueError(
+            f"{count} pipeline stages need at least {count} blocks, and the step {found}. Use pipeline_parallel_size="
+            f"{max(len(blocks), 1)} or fewer"
+        )
+    if not isinstance(sizes, int):
+        if sum(sizes) != len(blocks) or min(sizes) < 1:
+            raise ValueError(f"pipeline split={list(sizes)} must add up to the {len(blocks)} blocks of the module")
+        return [0, *itertools.accumulate(sizes[:-1])]
+    known = [trace.flops[name] for name in blocks if trace.flops[name]]
+    typical = sum(known) / len(known) if known else 1.0  # for blocks whose operations could not be counted
+    costs = [float(trace.flops[name] or typical) for name in blocks]
+    for name, positions in trace.units.items():
+        for position in positions:
+            costs[max(position - 1, 0)] += trace.flops[name]
+    return balanced(costs, count)
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[int]:
+    """Where to cut ``costs`` into contiguous, non-empty parts so that the largest sum is least.
+
+    Of several such ways, the one whose sums are the most even (least sum of squares).
+    """
+    total = [0.0, *itertools.accumulate(costs)]
+    count = len(costs)
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for part in range(1, parts + 1):
+        following: dict[int, tuple[float, float, list[int]]] = {}
+        for end in range(part, count - (parts - part) + 1):
+            options = []
+            for start, (largest, squares, firsts) in best.items():
+                if start < end:
+                    cost = total[end] - total[start]
+                    options.append((max(largest, cost), squares + cost * cost, [*firsts, start]))
+            following[end] = min(options)
+        best = following
+    return best[count][2]
+
+
+def _refuse_bypasses(trace: Trace, boundaries: Sequence[int]) -> None:
+    """Only arguments of a stage's first block, used by its blocks as arguments, get across a boundary."""
+    for first in boundaries:
+        block = trace.blocks[first]
+        crossing = trace.values[block]
+        for use in trace.uses:
+            if use.born <= first < use.at:
+                _refuse(use.by, block)
+        for use in trace.block_uses:
+            if use.born <= first < use.at and use.value not in crossing:
+                _refuse(use.by, block)
+
+
+def _refuse(by: str, block: str) -> None:
+    raise ValueError(
+        f"pipeline: a value computed before '{block}' is used after it by {by}, but is no argument of '{block}', so"
+        " that it cannot reach the stage that begins there. Pass it through the blocks, move the cut with"
+        " Pipeline(split=[...]), or use pipeline_parallel_size=1"
+    )
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} blocks)"
+
+
+def _short(meta: TensorMeta) -> str:
+    return str(meta.dtype).removeprefix("torch.")

@@ -1,0 +1,311 @@
+"""The steps of a run, carried out by a pipeline."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, same_randomness
+from lightning_effi.inspect.parameters import describe_parameters
+from lightning_effi.inspect.trunk import find_trunk
+from lightning_effi.pipeline.intercept import Interception, TensorMeta, signature
+from lightning_effi.pipeline.metrics import MetricSync
+from lightning_effi.pipeline.plan import PipelinePlan, plan_stages
+from lightning_effi.pipeline.runtime import StageIO, execute, run_backward
+from lightning_effi.pipeline.schedule import Schedule, Timeline, make_schedule
+from lightning_effi.pipeline.stage import LiveStage
+from lightning_effi.pipeline.stages import StageParameters
+from lightning_effi.pipeline.trace import Trace, trace_step
+from lightning_effi.step.logs import StepResult, captured_logs
+from lightning_effi.step.split import Piece
+from lightning_effi.step.state import changed_by
+
+if TYPE_CHECKING:
+    from lightning_effi.strategy import EffiStrategy
+
+Metas = list[Sequence[TensorMeta]]
+
+
+class PipelineRunner:
+    """Splits the module on its first training step, and runs steps through the stages from then on.
+
+    Args:
+        strategy: whose module, configuration and precision are used.
+        group: the ranks of this pipeline, in the order of stages.
+    """
+
+    def __init__(self, strategy: EffiStrategy, group: dist.ProcessGroup) -> None:
+        self._strategy = strategy
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        self.stage = dist.get_rank(group)
+        self.stages: StageParameters | None = None
+        self.plan: PipelinePlan | None = None
+        self.optimizer_names: list[list[list[str]]] = []
+        self._interception: Interception | None = None
+        self._metrics = MetricSync(self._module, group, strategy.data_parallel_group)
+        self._traces: dict[Any, Trace] = {}
+        self._structure: Any = None
+        self._seed = torch.tensor(torch.initial_seed() % (1 << 62))
+        dist.broadcast(self._seed, self._ranks[0], group=group)
+
+    # -- splitting -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, piece: Piece, args: Sequence[Any], microbatches: int) -> None:
+        """On the first batch: trace, plan, let go of the other stages' parameters, and prove that nothing changed.
+
+        Raises:
+            ValueError: on all ranks, where the module cannot be cut; names what is in the way.
+            RuntimeError: on all ranks, where the stages do not compute the loss of the whole module.
+        """
+        if self.stages is not None:
+            return
+        self._refuse_different_batches(piece.data)
+        module, config = self._module, self._strategy.config.pipeline
+        with restored(module):
+            expected = self._whole_loss(piece, args)
+        self._trunk = trunk = find_trunk(module)
+        self._interception = Interception(module, trunk.blocks, trunk.units)
+        try:
+            trace = self._trace(module.training_step, piece.data, args)
+            parameters = _parameters_below(module, (*trunk.blocks, *trunk.units))
+            numels = {info.name: info.numel for info in describe_parameters(module)}
+            sizes = len(self._ranks) if config.split == "auto" else config.split
+            stages, boundaries, shared = plan_stages(trace, parameters, numels, sizes)
+        except BaseException:
+            self._interception.remove()
+            raise
+        timeline = Timeline.of(make_schedule(config.schedule, len(stages), microbatches))
+        self.plan = PipelinePlan(stages, boundaries, shared, timeline)
+        self._structure = _structure(trace)
+        self.stages = StageParameters(module, self.plan, self.stage, self._group, self._strategy.layout.pipelines())
+        mine = {*stages[self.stage].blocks, *stages[self.stage].units}
+        self._interception.elsewhere = frozenset({*trunk.blocks, *trunk.units} - mine)
+        self.optimizer_names = self.stages.leave_to_optimizers(self._strategy.optimizers)
+        self._live = LiveStage(self.plan, self.stage, self._interception, self._draw_differently)
+        self._refuse_another_loss(piece, args, expected)
+        self._strategy.on_split(self.plan)
+
+    def make_whole(self) -> None:
+        """Every rank holds the whole module again, as an ordinary one."""
+        if self.stages is not None:
+            self.stages.make_whole()
+        if self._interception is not None:
+            self._interception.remove()
+        self.stages = self._interception = None
+
+    def _refuse_different_batches(self, batch: Any) -> None:
+        """All stages must work on the same batch; a dataset that draws its own random numbers gives them others."""
+        from lightning_effi.step.split import tensors
+
+        state = 0
+        for tensor in tensors(batch).values():
+            state = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), state)
+        states = torch.tensor([state, -state])
+        dist.all_reduce(states, dist.ReduceOp.MAX, group=self._group)
+        if states[0] != -states[1]:
+            raise RuntimeError(
+                "pipeline: the ranks of one pipeline were given different batches. The dataset or its transforms must"
+                " draw the same random numbers on all of them: seed with seed_everything(..., workers=True), and"
+                " let data depend on strategy.data_parallel_rank, not on the global rank"
+            )
+
+    def _whole_loss(self, piece: Piece, args: Sequence[Any]) -> float:
+        with self._comparably(), captured_logs(self._module):
+            output = self._module.training_step(piece.data, *args)
+        return float("nan") if output is None else float(loss_of(output))
+
+    def _refuse_another_loss(self, piece: Piece, args: Sequence[Any], expected: float) -> None:
+        with restored(self._module):
+            [result] = self.compare([piece], args)
+        found = float("nan") if result.loss is None else float(result.loss)
+        bound = 1e-4 if self._strategy.precision.precision in ("32-true", "64-true") else 2e-2
+        if not abs(found - expected) <= bound * max(1.0, abs(expected)):
+            raise RuntimeError(
+                f"pipeline: the stages compute the loss {found:.6g} where the whole module computes {expected:.6g}."
+                " Nothing was trained. Use pipeline_parallel_size=1"
+            )
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def train(
+        self, pieces: Sequence[Piece], weights: Sequence[float], scale: float, args: Sequence[Any]
+    ) -> list[StepResult]:
+        """Forward and backward of all pieces in the order of the schedule; every rank returns the same results."""
+        schedule = make_schedule(self._strategy.config.pipeline.schedule, len(self._ranks), len(pieces))
+        factors = [weight * scale for weight in weights]
+        results = self._run(schedule, self._module.training_step, [piece.data for piece in pieces], args, factors)
+        self._metrics.follow(len(self._ranks) - 1)
+        return results
+
+    def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]:
+        """Forward of each piece without gradients and dropout, all with the same random numbers."""
+        with self._comparably():
+            return self._forward_only(self._module.training_step, [piece.data for piece in pieces], args)
+
+    def changes(self, piece: Piece, args: Sequence[Any]) -> list[str]:
+        """What ``training_step`` changes on this stage besides gradients."""
+        step = self._module.training_step
+        with self._comparably():
+            return changed_by(self._module, lambda: self._forward_only(step, [piece.data], args))
+
+    def evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """``validation_step`` and its like: the batch goes through the stages uncut, so that all values are exact."""
+        [result] = self._forward_only(step, [batch], args, kwargs)
+        self._metrics.follow(len(self._ranks) - 1)
+        for call in result.logged:
+            self._module.log(call.name, call.value, **call.arguments)
+        return result.output
+
+    def _forward_only(
+        self, step: Callable[..., Any], batches: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any] = {}
+    ) -> list[StepResult]:
+        schedule = make_schedule("gpipe", len(self._ranks), len(batches)).forward_only()
+        with torch.no_grad():
+            return self._run(schedule, step, batches, args, None, kwargs)
+
+    def _run(
+        self,
+        schedule: Schedule,
+        step: Callable[..., Any],
+        batches: Sequence[Any],
+        args: Sequence[Any],
+        factors: Sequence[float] | None,
+        kwargs: Mapping[str, Any] = {},
+    ) -> list[StepResult]:
+        metas = [self._boundaries(step, batch, args, kwargs) for batch in batches]
+        last = len(self._ranks) - 1
+        io = StageIO(
+            self.stage,
+            self._ranks,
+            self._group,
+            inputs=[meta[self.stage - 1] if self.stage else () for meta in metas],
+            outputs=[meta[self.stage] if self.stage < last else () for meta in metas],
+        )
+        results: list[StepResult] = [StepResult(None, None) for _ in batches]
+        comparing = factors is None
+
+        def forward(index: int, received: list[Tensor]) -> list[Tensor]:
+            seeded, context = self._seeded(0 if comparing else index), self._strategy.precision.forward_context()
+            with seeded, context, captured_logs(self._module) as logged:
+                sent, output = self._live.run(received, lambda: step(batches[index], *args, **kwargs))
+            if self._live.is_last:
+                loss = loss_of(output) if output is not None and (not comparing or _has_loss(output)) else None
+                results[index] = StepResult(loss, output, logged)
+            return sent
+
+        def backward(index: int, outputs: list[Tensor], gradients: list[Tensor] | None) -> None:
+            assert factors is not None
+            if gradients is not None:
+                run_backward(outputs, gradients)
+                return
+            loss = results[index].loss
+            if loss is not None and factors[index]:
+                self._module.backward(loss * factors[index])
+            results[index].loss = None if loss is None else loss.detach()
+
+        execute(schedule.ranks[self.stage], io, forward, backward)
+        return self._share(results)
+
+    def _share(self, results: list[StepResult]) -> list[StepResult]:
+        """The last stage's results on every rank, so that all log, return and decide the same."""
+        last = len(self._ranks) - 1
+        message: list[Any] = [None]
+        if self.stage == last:
+            message = [[self._metrics.portable(_detached(result)) for result in results]]
+        dist.broadcast_object_list(message, self._ranks[last], group=self._group)
+        return [self._metrics.local(result) for result in message[0]]
+
+    # -- shapes --------------------------------------------------------------------------------------------------------
+
+    def _boundaries(
+        self, step: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Metas:
+        """Shapes of what crosses each boundary for a batch like this one."""
+        assert self.plan is not None
+        trace = self._trace(step, batch, args, kwargs)
+        if _structure(trace) != self._structure:
+            name = getattr(step, "__name__", "the step")
+            raise RuntimeError(
+                f"pipeline: {name} runs other blocks, or in another order, or hands them other arguments, than the"
+                " first training_step, by which the module was split. All steps must do the same"
+            )
+        return [trace.metas[stage.blocks[0]] for stage in self.plan.stages[1:]]
+
+    def _trace(
+        self, step: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = {}
+    ) -> Trace:
+        assert self._interception is not None
+        key = (getattr(step, "__name__", step), signature(batch), torch.is_grad_enabled(), self._module.training)
+        if key not in self._traces:
+            module = self._module
+            with restored(module), captured_logs(module), self._strategy.precision.forward_context():
+                self._traces[key] = trace_step(
+                    module, self._trunk, self._interception, lambda: step(batch, *args, **kwargs)
+                )
+        return self._traces[key]
+
+    # -- randomness ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _seeded(self, microbatch: int) -> Iterator[None]:
+        """Code that every stage passes through draws the same numbers on all of them, in each micro-batch others."""
+        trainer = self._module.trainer
+        with same_randomness():
+            self._number = (int(self._seed), trainer.global_step, trainer.fit_loop.batch_idx, microbatch)
+            _seed_all(self._number)
+            yield
+
+    def _draw_differently(self) -> None:
+        _seed_all((*self._number, self.stage))
+
+    @contextmanager
+    def _comparably(self) -> Iterator[None]:
+        with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
+            yield
+
+    @property
+    def _module(self) -> Any:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return module
+
+
+def _structure(trace: Trace) -> Any:
+    """What must be the same in every step: blocks, their order, and where computed values are among their arguments."""
+    return trace.blocks, trace.arguments
+
+
+def _parameters_below(module: nn.Module, names: Sequence[str]) -> dict[str, list[str]]:
+    """First names of the parameters of each module named."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {name: [first[id(p)] for p in module.get_submodule(name).parameters()] for name in names}
+
+
+def _has_loss(output: Any) -> bool:
+    return isinstance(output, Tensor) or (isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor))
+
+
+def _detached(result: StepResult) -> StepResult:
+    from torch.utils._pytree import tree_map
+
+    def detach(value: Any) -> Any:
+        return value.detach() if isinstance(value, Tensor) else value
+
+    return StepResult(detach(result.loss), tree_map(detach, result.output), result.logged)
+
+
+def _seed_all(numbers: tuple[int, ...]) -> None:
+    import numpy
+
+    seed = zlib.crc32(repr(numbers).encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)

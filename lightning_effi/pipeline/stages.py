@@ -1,0 +1,153 @@
+"""The parameters of a stage: letting go of all others, keeping copies equal, and putting the module together again.
+
+The module tree stays whole. A parameter that a rank does not hold is ``None`` in its owner, which PyTorch skips in
+``parameters()``, ``state_dict()`` and ``zero_grad()``, so that names, types and lengths are what the user wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_effi.pipeline.plan import PipelinePlan
+
+
+class StageParameters:
+    """Which parameters this rank holds, and those that other ranks hold too.
+
+    Args:
+        module: whole; cut down to this stage in place.
+        plan: of the pipeline.
+        stage: of this rank.
+        group: the ranks of this pipeline, in the order of stages.
+        pipelines: global ranks of all pipelines of the run, each in the order of stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: PipelinePlan,
+        stage: int,
+        group: dist.ProcessGroup,
+        pipelines: Sequence[Sequence[int]],
+    ) -> None:
+        self._module = module
+        self._group = group
+        self._stage = stage
+        self._ranks = dist.get_process_group_ranks(group)
+        self.names = [name for name, _ in module.named_parameters()]
+        self._shapes = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in module.named_parameters()}
+        self._first_holder = {name: s for s, each in reversed(list(enumerate(plan.stages))) for name in each.parameters}
+        self.state_keys = list(module.state_dict())
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.names}
+        by_id = {id(parameter): name for name, parameter in module.named_parameters()}
+        for submodule in module.modules():
+            for key, parameter in submodule._parameters.items():
+                if parameter is not None:
+                    self._places[by_id[id(parameter)]].append((submodule, key))
+        # a parameter that the traced step did not use is held by everybody, so that hooks and other steps find it
+        mine = {*plan.stages[stage].parameters, *(name for name in self.names if name not in self._first_holder)}
+        self.local = {name: p for name, p in module.named_parameters() if name in mine}
+        self.shared = {name: held for name, held in plan.shared if stage in held}
+        self._shared_groups = self._make_groups(plan, pipelines)
+        self._counted = {id(p) for name, p in self.local.items() if self._first_holder.get(name, 0) == stage}
+        self._let_go: list[tuple[Tensor, str]] = []
+        for name in self.names:
+            if name not in mine:
+                self._let_go.append((module.get_parameter(name), name))
+                self._put(name, None)
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one to count the parameter in a norm: copies count once."""
+        return id(parameter) in self._counted
+
+    def add_up_shared(self) -> None:
+        """Sum the gradients of parameters that several stages hold; every rank of the pipeline must call this."""
+        for held, (group, names) in self._shared_groups.items():
+            if self._stage not in held:
+                continue
+            parameters = [self.local[name] for name in names if self.local[name].requires_grad]
+            used = torch.tensor([float(p.grad is not None) for p in parameters])
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+            for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+                if is_used:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(parameter.grad, group=group)
+
+    def leave_to_optimizers(self, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:
+        """Take the parameters of other stages out of the optimizers.
+
+        Returns:
+            for each optimizer and group, the names of all its parameters, in the order before.
+        """
+        local = {id(p): name for name, p in self.local.items()}
+        known = {**local, **{id(p): name for p, name in self._let_go}}
+        everything = []
+        for optimizer in optimizers:
+            names = []
+            for group in optimizer.param_groups:
+                names.append([known[id(p)] for p in group["params"]])
+                group["params"] = [p for p in group["params"] if id(p) in local]
+            for parameter in [p for p in optimizer.state if id(p) not in local]:
+                del optimizer.state[parameter]
+            everything.append(names)
+        self._let_go.clear()
+        return everything
+
+    def make_whole(self) -> None:
+        """Bring every parameter to every rank, and put it back in its places."""
+        for name in self.names:
+            shape, dtype, device, requires_grad = self._shapes[name]
+            parameter = self.local.get(name)
+            if parameter is None:
+                parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad)
+            dist.broadcast(parameter.detach(), self._ranks[self._first_holder.get(name, 0)], group=self._group)
+            self._put(name, parameter)
+
+    def _put(self, name: str, parameter: nn.Parameter | None) -> None:
+        """Code asks for ``weight.dtype`` or ``.device``: in place of a missing parameter it finds a tensor that knows
+        both, takes no memory, and is full of NaN.
+        """
+        shape, dtype, device, _ = self._shapes[name]
+        stand_in = torch.full((), float("nan"), device=device).to(dtype).expand(shape)
+        for owner, key in self._places[name]:
+            owner._parameters[key] = parameter
+            if parameter is None:
+                owner.__dict__[key] = stand_in
+            else:
+                owner.__dict__.pop(key, None)
+
+    def _make_groups(
+        self, plan: PipelinePlan, pipelines: Sequence[Sequence[int]]
+    ) -> dict[tuple[int, ...], tuple[Any, list[str]]]:
+        """One group for each set of stages that share parameters; every rank of the run makes all of them."""
+        by_holders: dict[tuple[int, ...], list[str]] = {}
+        for name, held in plan.shared:
+            by_holders.setdefault(held, []).append(name)
+        groups: dict[tuple[int, ...], tuple[Any, list[str]]] = {}
+        for held, names in by_holders.items():
+            if len(held) == len(self._ranks):
+                groups[held] = (self._group, names)
+                continue
+            for ranks in pipelines:
+                group = dist.new_group([ranks[stage] for stage in held])
+                if ranks[self._stage] == self._ranks[self._stage]:
+                    groups[held] = (group, names)
+        return groups
+
+    def reduce(self, value: Tensor, operation: Any) -> Tensor:
+        """A number that each stage has a part of (a norm), put together over the pipeline."""
+        dist.all_reduce(value, operation, group=self._group)
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's ``value``, in the order of stages, on the first stage; an empty list elsewhere."""
+        gathered: list[Any] | None = [None] * len(self._ranks) if self._stage == 0 else None
+        dist.gather_object(value, gathered, dst=self._ranks[0], group=self._group)
+        return gathered or []

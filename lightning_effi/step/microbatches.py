@@ -1,0 +1,253 @@
+"""One ``training_step`` of Lightning, carried out in micro-batches.
+
+Lightning's order is ``training_step``, ``zero_grad``, ``backward``. Activations are only freed by backward, so all
+micro-batches run forward and backward inside ``training_step``; their gradients are put aside while ``zero_grad``
+clears those of the last step, and are there again when ``backward`` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from lightning_effi.diagnose.probe import restored
+from lightning_effi.sharding.agreement import Agreement
+from lightning_effi.step.choice import WeightChoice
+from lightning_effi.step.logs import LogRules, StepResult, combine_outputs, weighted_sum
+from lightning_effi.step.split import Piece, count_rows, split
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_effi.config import EffiConfig
+    from lightning_effi.strategy import EffiStrategy
+
+
+class Runner(Protocol):
+    """Carries out the micro-batches of one step."""
+
+    def prepare(self, piece: Piece, args: Sequence[Any], microbatches: int) -> None: ...
+
+    def train(
+        self, pieces: Sequence[Piece], weights: Sequence[float], scale: float, args: Sequence[Any]
+    ) -> list[StepResult]: ...
+
+    def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]: ...
+
+    def changes(self, piece: Piece, args: Sequence[Any]) -> list[str]: ...
+
+
+class MicrobatchedStep:
+    """Cuts each batch, weights the pieces, and hands Lightning the output of the whole batch.
+
+    Args:
+        strategy: whose engine and configuration are used.
+        runner: how the pieces are run.
+        count: pieces per batch; a batch of fewer rows has one a row.
+        agreement: among all ranks that run a step together, or ``None``.
+    """
+
+    def __init__(self, strategy: EffiStrategy, runner: Runner, count: int, agreement: Agreement | None) -> None:
+        self._strategy = strategy
+        self._runner = runner
+        self._count = count
+        self._agreement = agreement
+        self._shelf = GradientShelf()
+        self._probed = False
+        self._told_whole: tuple[str, ...] = ()
+        self._log_rules = LogRules()
+        self._args: Sequence[Any] = ()
+        config = strategy.config.microbatches
+        self._splitter = None if config.splitter is None else resolve_name(config.splitter)
+        self._choice = WeightChoice(
+            config,
+            low_precision=strategy.precision.precision not in ("32-true", "64-true"),
+            agreement=agreement,
+            run=self._compare,
+            log_rules=self._log_rules,
+        )
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of the current batch wait for Lightning's ``backward``."""
+        return self._shelf.is_filled
+
+    def __call__(self, batch: Any, *args: Any) -> Any:
+        """In place of ``training_step(batch, *args)``: forward and backward of all micro-batches."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        self._args = args
+        rows, pieces = self._cut(batch)
+        self._runner.prepare(pieces[0], args, len(pieces))
+        if not self._probed and (len(pieces) > 1 or self._strategy.layout.pipeline > 1):
+            self._probe(pieces[0])
+        weights = self._choice.weights(batch, rows, pieces)
+        window = module.trainer.accumulate_grad_batches
+        self._shelf.start(self._strategy, is_first=module.trainer.fit_loop.batch_idx % window == 0)
+        results = self._runner.train(pieces, weights, 1.0 / window, args)
+        self._shelf.put_aside()
+        return self._output(results, weights, [piece.rows for piece in pieces])
+
+    def give_gradients(self) -> None:
+        """In place of autograd in Lightning's ``backward``."""
+        self._shelf.give_back()
+
+    def _cut(self, batch: Any) -> tuple[int, list[Piece]]:
+        if self._splitter is not None:
+            pieces, start = [], 0
+            for data in self._splitter(batch, self._count):
+                pieces.append(Piece(data, start, start + count_rows(data).count))
+                start = pieces[-1].stop
+            return start, pieces
+        try:
+            rows = count_rows(batch)
+        except ValueError as error:
+            raise ValueError(
+                f"microbatches={self._count}: the batch cannot be cut by rows, since {error}. Give a function"
+                ' (batch, n) -> list: Microbatches(splitter="package.function"), or use microbatches=1'
+            ) from error
+        if rows.whole and rows.whole != self._told_whole:
+            self._told_whole = rows.whole
+            rank_zero_info(
+                f"lightning_effi: batches have {rows.count} rows; handed whole to each micro-batch:"
+                f" {', '.join(rows.whole)}"
+            )
+        count = min(self._count, rows.count)
+        if self._agreement is not None:  # ranks talk to each other in each piece, so all cut alike
+            count = self._agreement.least(count)
+        return rows.count, split(batch, rows.count, count)
+
+    def _probe(self, piece: Piece) -> None:
+        """A step that keeps state would change it once a micro-batch.
+
+        Raises:
+            RuntimeError: on all ranks, naming what the step changes.
+        """
+        self._probed = True
+        module = self._strategy.lightning_module
+        assert module is not None
+        with restored(module):
+            changed = self._runner.changes(piece, self._args)
+        if self._agreement is not None:
+            changed = sorted(set().union(*self._agreement.gather(changed)))
+        if changed:
+            names = ", ".join(f"'{name}'" for name in changed[:5]) + (" ..." if len(changed) > 5 else "")
+            raise RuntimeError(
+                f"microbatches={self._count}: training_step changes {names}, and would do so once for each micro-batch."
+                " Use microbatches=1 with accumulate_grad_batches, or change it in a hook such as on_train_batch_start;"
+                " in place of BatchNorm use GroupNorm or LayerNorm, or freeze it with eval()"
+            )
+
+    def _compare(self, pieces: Sequence[Piece]) -> list[StepResult]:
+        module = self._strategy.lightning_module
+        assert module is not None
+        with restored(module):
+            return self._runner.compare(pieces, self._args)
+
+    def _output(self, results: Sequence[StepResult], weights: Sequence[float], rows: Sequence[int]) -> Any:
+        module = self._strategy.lightning_module
+        assert module is not None
+        losses = [result.loss for result in results]
+        if all(loss is None for loss in losses):
+            return None
+        if any(loss is None for loss in losses):
+            raise RuntimeError(
+                "training_step returned None for some micro-batches of a batch and a loss for others; return a loss for"
+                " all, or use microbatches=1"
+            )
+        for call in self._log_rules.combine([result.logged for result in results], weights, rows):
+            module.log(call.name, call.value, **call.arguments)
+        loss = torch.as_tensor(weighted_sum([loss for loss in losses if loss is not None], weights))
+        extra = combine_outputs(results, weights, rows)
+        return {"loss": loss, **extra} if extra else loss
+
+
+def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig, data_parallel_size: int) -> None:
+    """What is known before the first batch to be impossible in micro-batches.
+
+    Raises:
+        ValueError: naming the setting and the nearest one that works.
+    """
+    count = config.microbatches.count
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"microbatches={count} does not work with manual optimization, where training_step itself runs backward and"
+            " steps the optimizer. Use microbatches=1"
+        )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise ValueError(
+            "trainer.fit(torch.compile(module)) compiles the whole training_step, which neither micro-batches nor a"
+            " pipeline can take apart. Give the module itself to trainer.fit, or use microbatches=1 and"
+            " pipeline_parallel_size=1"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            f"microbatches={count} cuts the batch that training_step is given, and {type(module).__name__}'s takes a"
+            " dataloader_iter. Use microbatches=1, or training_step(self, batch, batch_idx)"
+        )
+    several = data_parallel_size > 1 or module.trainer.accumulate_grad_batches > 1
+    if config.microbatches.weight == "valid_labels" and several:
+        raise ValueError(
+            'microbatches: weight="valid_labels" over several data-parallel ranks or an accumulation window is not'
+            ' carried out by this version. Use weight="auto", which weights inside each batch and averages over ranks'
+            " and window as Lightning does"
+        )
+
+
+class GradientShelf:
+    """Keeps gradients made inside ``training_step`` out of reach of the ``zero_grad`` that follows it."""
+
+    def __init__(self) -> None:
+        self._strategy: EffiStrategy | None = None
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._is_first = False
+
+    @property
+    def is_filled(self) -> bool:
+        return self._strategy is not None
+
+    def start(self, strategy: EffiStrategy, *, is_first: bool) -> None:
+        """Before the first micro-batch: at the start of a window, drop the last window's gradients.
+
+        Lightning's ``zero_grad`` would only come when both are in memory.
+        """
+        self._strategy = strategy
+        self._is_first = is_first
+        if is_first:
+            for optimizer in strategy.optimizers:
+                optimizer.zero_grad()
+
+    def put_aside(self) -> None:
+        """After the last micro-batch; only the first batch of a window is followed by ``zero_grad``."""
+        assert self._strategy is not None
+        if not self._is_first:
+            return
+        self._strategy.engine.keeps_unreduced = True
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                self._kept.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def give_back(self) -> None:
+        assert self._strategy is not None
+        self._strategy.engine.keeps_unreduced = False
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+        self._kept.clear()
+        self._strategy = None
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        """What ``optimizer.zero_grad()`` and ``module.zero_grad()`` reach."""
+        strategy = self._strategy
+        assert strategy is not None
+        assert strategy.lightning_module is not None
+        found = {id(p): p for p in strategy.lightning_module.parameters()}
+        for optimizer in strategy.optimizers:
+            found.update({id(p): p for group in optimizer.param_groups for p in group["params"]})
+        return found.values()

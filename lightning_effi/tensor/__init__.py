@@ -1,0 +1,1 @@
+"""Tensor parallelism on modules nobody prepared: trace → plan → apply → probe."""

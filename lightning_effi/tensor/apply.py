@@ -1,0 +1,129 @@
+"""Carry out a tensor plan: exchange weights for DTensors, and let layers take and give split activations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_effi.tensor.collectives import TensorGroup, share, take
+from lightning_effi.tensor.linear import out_dim
+from lightning_effi.tensor.plan import LayerPlan
+from lightning_effi.tensor.split import CannotSplitError, Column, Split, SplitTensor, gathered, wrap
+
+
+class AppliedPlan:
+    """Layers of ``root`` that work on parts; :meth:`undo` makes them ordinary again.
+
+    Weights become DTensors on ``mesh`` (the ``tp`` axis), so that optimizers, clipping and checkpoints see global
+    shapes and original rows. Two hooks a layer stand between whole and split activations: a column-wise layer's input
+    is *shared* (one reduction of the input's gradient for all layers that read the same tensor), and what a row-wise
+    layer is given whole by mistake is cut.
+    """
+
+    def __init__(self, root: nn.Module, layers: Sequence[LayerPlan], mesh: Any) -> None:
+        self._root = root
+        self._mesh = mesh
+        self._entrance = _Entrance(TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
+        self._handles: list[Any] = []
+        self._parameters: list[tuple[nn.Module, str]] = []
+        for layer in layers:
+            self._apply(layer, root.get_submodule(layer.name))
+
+    def _apply(self, layer: LayerPlan, module: Any) -> None:
+        pre, post = module.register_forward_pre_hook, module.register_forward_hook
+        if layer.style == "attention":
+            self._split(module, "in_proj_weight", 0)
+            self._split(module, "in_proj_bias", 0)
+            self._split(module.out_proj, "weight", 1)
+            column = Column(layer.name, layer.pieces)
+            self._handles.append(pre(partial(self._entrance.enter_attention, column), with_kwargs=True))
+        elif layer.style == "row":
+            self._split(module, "weight", 1 - out_dim(module))
+            self._handles.append(pre(self._entrance.leave))
+        else:
+            self._split(module, "weight", out_dim(module))
+            self._split(module, "bias", 0)
+            self._handles.append(pre(partial(self._entrance.enter, Column(layer.name, layer.pieces))))
+            if layer.style == "column_gather":
+                self._handles.append(post(_gather_output))
+
+    def _split(self, module: nn.Module, name: str, dim: int) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            return
+        # every rank holds the same values, so each cuts its own part without communication
+        part = distribute_tensor(parameter.detach(), self._mesh, [Shard(dim)], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
+        self._parameters.append((module, name))
+
+    def undo(self) -> None:
+        """Give every layer its whole weight back; all ranks must call this."""
+        for handle in self._handles:
+            handle.remove()
+        for module, name in self._parameters:
+            parameter: Any = module._parameters[name]
+            if hasattr(parameter, "full_tensor"):
+                whole = parameter.detach().full_tensor()
+                module._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
+
+
+class _Entrance:
+    """Turns whole activations into inputs of column-wise layers.
+
+    Query, key and value read one tensor: it is shared once, so that its gradient is summed over the ranks once. The
+    last one is remembered until a row-wise layer ends the split region.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._last: tuple[weakref.ref[Tensor], SplitTensor] | None = None
+
+    def __deepcopy__(self, memo: Any) -> _Entrance:
+        return _Entrance(self._group)
+
+    def enter(self, column: Column, _module: nn.Module, args: Any) -> Any:
+        """Pre-hook of a column-wise layer."""
+        return (self._shared(args[0], column), *args[1:])
+
+    def enter_attention(self, column: Column, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Pre-hook of ``nn.MultiheadAttention``."""
+        names = ("query", "key", "value")
+        given = {**kwargs, **dict(zip(names, args, strict=False))}
+        entered = tuple(self._shared(given[name], column) for name in names)
+        self._last = None
+        return (*entered, *args[3:]), {key: value for key, value in kwargs.items() if key not in names}
+
+    def leave(self, _module: nn.Module, args: Any) -> Any:
+        """Pre-hook of a row-wise layer: what is whole by now (after a gathering) is cut again."""
+        self._last = None
+        tensor: Tensor = args[0]
+        if isinstance(tensor, SplitTensor):
+            return None
+        dim, pieces = tensor.dim() - 1, (tensor.shape[-1],)
+        return (wrap(take(tensor, dim, pieces, self._group), Split(self._group, dim, pieces)), *args[1:])
+
+    def _shared(self, tensor: Any, column: Column) -> SplitTensor:
+        if isinstance(tensor, SplitTensor):
+            tensor = gathered(tensor)
+        requires_grad = tensor.requires_grad and torch.is_grad_enabled()
+        if self._last is not None and self._last[0]() is tensor and self._last[1].requires_grad == requires_grad:
+            entered = self._last[1]
+        else:
+            entered = wrap(share(tensor, self._group), Split(self._group, None))
+            self._last = (weakref.ref(tensor), entered)
+        entered.placement = replace(entered.placement, column=column)
+        return entered
+
+
+def _gather_output(_module: nn.Module, _args: Any, output: Any) -> Tensor:
+    if not isinstance(output, SplitTensor):
+        raise CannotSplitError("a column-wise layer returned nothing split")
+    return gathered(output)  # type: ignore[no-any-return]

@@ -1,0 +1,138 @@
+"""From a trace to groups of layers that can be split together.
+
+A group is a set of column-wise layers and the row-wise layers that they feed; it is what stays whole if it fails its
+probe. No process group is needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_effi.tensor.linear import attentions, in_features, linears, out_features
+from lightning_effi.tensor.plan import LayerPlan, asked_styles, parse_style
+from lightning_effi.tensor.trace import INPUT, Trace
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of one block that are split together or not at all; names are relative to the block."""
+
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def name(self) -> str:
+        """For messages: the layers in short."""
+        return ", ".join(layer.name for layer in self.layers)
+
+    def without(self, columns: frozenset[str]) -> LayerGroup | None:
+        """The group if these column-wise layers stay whole; ``None`` where no other column-wise one is left."""
+        kept = tuple(layer for layer in self.layers if layer.name not in columns)
+        return LayerGroup(kept) if any(layer.style != "row" for layer in kept) else None
+
+
+def decide(block: nn.Module, trace: Trace, size: int) -> tuple[list[LayerGroup], list[str]]:
+    """The groups of ``block``, and what stays whole with the reason."""
+    layers = linears(block)
+    rows, columns = _assign(trace, layers)
+    groups: list[LayerGroup] = []
+    whole: list[str] = []
+    for members in _connected(rows):
+        candidate, reason = _group(members, rows, trace, layers, size)
+        if candidate is None:
+            whole.append(f"{', '.join(sorted(members))}: {reason}")
+        else:
+            groups.append(candidate)
+    for name, attention in attentions(block).items():
+        if attention.num_heads % size or not attention._qkv_same_embed_dim:
+            whole.append(f"{name}: {attention.num_heads} heads are not divisible by {size}")
+        else:
+            pieces = (attention.embed_dim,) * 3
+            groups.append(LayerGroup((LayerPlan(name, "attention", pieces, "heads of nn.MultiheadAttention"),)))
+    left = [name for name in layers if name not in rows and name not in columns]
+    if left:
+        whole.append(f"{', '.join(left)}: not between two linear layers")
+    return groups, whole
+
+
+def _assign(trace: Trace, layers: Mapping[str, nn.Module]) -> tuple[dict[str, frozenset[str]], set[str]]:
+    """Row-wise layers with the column-wise ones that feed them; the heaviest rows choose first."""
+    rows: dict[str, frozenset[str]] = {}
+    columns: set[str] = set()
+    weight = {name: in_features(layer) * out_features(layer) for name, layer in layers.items()}
+    for name in sorted(trace.inputs, key=lambda n: (-weight[n], n)):
+        feeding = trace.inputs[name]
+        if not feeding or INPUT in feeding or name in columns or any(f in rows for f in feeding):
+            continue
+        rows[name] = feeding
+        columns |= feeding
+    return rows, columns
+
+
+def _connected(rows: Mapping[str, frozenset[str]]) -> list[set[str]]:
+    """Rows and columns that hang together."""
+    parts: list[set[str]] = []
+    for row, feeding in rows.items():
+        mine = {row, *feeding}
+        apart = [part for part in parts if not part & mine]
+        for part in parts:
+            if part & mine:
+                mine |= part
+        parts = [*apart, mine]
+    return sorted(parts, key=lambda part: min(part))
+
+
+def _group(
+    members: set[str], rows: Mapping[str, frozenset[str]], trace: Trace, layers: Mapping[str, nn.Module], size: int
+) -> tuple[LayerGroup | None, str]:
+    plans: list[LayerPlan] = []
+    for name in sorted(members):
+        if name in rows:
+            if in_features(layers[name]) % size:
+                return None, f"{in_features(layers[name])} inputs of {name} are not divisible by {size}"
+            plans.append(LayerPlan(name, "row", why="fed by " + ", ".join(sorted(rows[name]))))
+            continue
+        users = {user for user, feeding in trace.inputs.items() if name in feeding}
+        if name in trace.outputs or not users <= set(rows):
+            return None, f"the output of {name} is used outside"
+        pieces = trace.pieces.get(name, (out_features(layers[name]),))
+        if any(piece % size for piece in pieces):
+            return None, f"the outputs of {name} ({' + '.join(map(str, pieces))}) are not divisible by {size}"
+        plans.append(LayerPlan(name, "column", pieces, "feeds " + ", ".join(sorted(users))))
+    return LayerGroup(tuple(plans)), ""
+
+
+def with_user_plan(
+    groups: Sequence[LayerGroup], prefix: str, block: nn.Module, plan: Mapping[str, str], size: int
+) -> list[LayerGroup]:
+    """Let a user's patterns (over full names) override or complete what was derived.
+
+    Raises:
+        ValueError: for a style that does not fit its layer.
+    """
+    layers = {f"{prefix}.{name}" if prefix else name: layer for name, layer in linears(block).items()}
+    asked = {name.removeprefix(f"{prefix}."): style for name, style in asked_styles(layers, plan).items()}
+    by_name = {name.removeprefix(f"{prefix}."): layer for name, layer in layers.items()}
+    if not asked:
+        return list(groups)
+    changed = [LayerGroup(kept) for group in groups
+               if (kept := tuple(layer for layer in group.layers if layer.name not in asked))]  # fmt: skip
+    mine: list[LayerPlan] = []
+    for name, text in asked.items():
+        layer = by_name[name]
+        try:
+            style, pieces = parse_style(text, out_features(layer))
+        except ValueError as error:
+            raise ValueError(f"TensorParallel(plan=...): '{prefix}.{name}': {error}") from error
+        numbers = (in_features(layer),) if style == "row" else pieces
+        if style != "replicate" and any(number % size for number in numbers):
+            raise ValueError(
+                f"TensorParallel(plan=...): '{prefix}.{name}' cannot be {text}: {' + '.join(map(str, numbers))} is not"
+                f" divisible by tensor_parallel_size={size}. Use 'replicate', or another size"
+            )
+        if style != "replicate":
+            mine.append(LayerPlan(name, style, () if style == "row" else pieces, "asked for"))
+    joined = tuple(layer for group in changed for layer in group.layers)
+    return [LayerGroup((*joined, *mine))] if mine else changed

@@ -1,0 +1,95 @@
+"""The tensor-parallel plan: which layer is split how, why, and what stays whole. A value that prints itself."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+STYLES = ("column", "row", "column_gather", "column_packed:k", "column_packed:a,b,...", "replicate")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one layer is split.
+
+    Attributes:
+        name: dotted name of the module.
+        style: ``column`` (outputs are split), ``row`` (inputs are split, outputs summed), ``column_gather`` (outputs
+            are split and gathered) or ``attention`` (``nn.MultiheadAttention``: heads).
+        pieces: sizes of the pieces that make up the outputs; more than one for packed projections.
+        why: what the decision follows from.
+    """
+
+    name: str
+    style: str
+    pieces: tuple[int, ...] = ()
+    why: str = ""
+
+    def below(self, prefix: str) -> LayerPlan:
+        """The same plan under the name that the layer has in a larger module."""
+        return LayerPlan(f"{prefix}.{self.name}" if prefix else self.name, self.style, self.pieces, self.why)
+
+    def __str__(self) -> str:
+        style = self.style
+        if len(self.pieces) > 1:
+            equal = len(set(self.pieces)) == 1
+            style += f"_packed:{len(self.pieces) if equal else ','.join(map(str, self.pieces))}"
+        return f"{style} ({self.why})" if self.why else style
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What tensor parallelism does with a module. ``print(plan)`` shows it.
+
+    Attributes:
+        size: ranks in one group.
+        layers: the layers that are split.
+        replicated: what stays whole on every rank, with the reason.
+        total: number of parameters of the module.
+        per_rank: number of parameters that one rank holds of it.
+    """
+
+    size: int
+    layers: tuple[LayerPlan, ...] = ()
+    replicated: tuple[str, ...] = ()
+    total: int = 0
+    per_rank: int = 0
+
+    def __str__(self) -> str:
+        whole = (self.per_rank * self.size - self.total) // max(self.size - 1, 1)
+        lines = [
+            f"tensor parallelism over {self.size} ranks: {self.per_rank:,} of {self.total:,} parameters per rank,"
+            f" {whole:,} of them on every rank"
+        ]
+        alike: dict[tuple[str, str], list[str]] = {}
+        for layer in self.layers:
+            pattern = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+            alike.setdefault((pattern, str(layer)), []).append(layer.name)
+        lines += [f"  {pattern}: {what} x {len(names)}" for (pattern, what), names in alike.items()]
+        lines += [f"  stays whole: {text}" for text in self.replicated]
+        return "\n".join(lines)
+
+
+def parse_style(style: str, width: int) -> tuple[str, tuple[int, ...]]:
+    """A user's style as (style, pieces) for a layer with ``width`` outputs.
+
+    Raises:
+        ValueError: for packed sizes that do not add up.
+    """
+    kind, _, sizes = style.partition(":")
+    if kind != "column_packed":
+        return kind, (width,)
+    pieces = tuple(int(size) for size in sizes.split(","))
+    if len(pieces) == 1:
+        pieces = (width // pieces[0],) * pieces[0]
+    if sum(pieces) != width:
+        raise ValueError(f"the pieces {sizes} of {style!r} do not make up the {width} outputs")
+    return "column", pieces
+
+
+def asked_styles(names: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dict[str, str]:
+    """The style that a user's patterns give to each of ``names``; the last pattern that fits holds."""
+    return {name: style for pattern, style in plan.items() for name in names if fnmatch.fnmatchcase(name, pattern)}

@@ -1,0 +1,143 @@
+"""Plan a module's tensor parallelism: capture, trace, decide, probe; a group of layers that fails stays whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_effi.inspect import find_blocks
+from lightning_effi.tensor.capture import BlockKind, capture_inputs
+from lightning_effi.tensor.decide import LayerGroup, decide, with_user_plan
+from lightning_effi.tensor.linear import linears
+from lightning_effi.tensor.plan import LayerPlan, TensorPlan, asked_styles
+from lightning_effi.tensor.probe import BlockProbe, Verdict
+from lightning_effi.tensor.trace import trace_block
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans for the ranks of one tensor-parallel group.
+
+    Attributes:
+        mesh: the ``tp`` axis.
+        control_group: its ranks, with a backend for CPU tensors.
+        user_plan: patterns and styles that override what is derived.
+    """
+
+    mesh: Any
+    control_group: Any
+    user_plan: Mapping[str, str]
+
+    def plan(self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any) -> TensorPlan:
+        """Run ``step`` on a real batch up to the blocks, and decide for each kind of block.
+
+        Raises:
+            ValueError: where nothing can be split, or a user's plan does not fit or gives wrong numbers.
+        """
+        blocks = find_blocks(module)
+        self._refuse_unknown_names(module, blocks)
+        layers: list[LayerPlan] = []
+        whole: list[str] = []
+        for kind in capture_inputs(module, blocks, step, args, kwargs):
+            found, left = self._plan_kind(kind)
+            name = _pattern(kind)
+            whole += [f"{name}: {reason}" for reason in left]
+            layers += [layer.below(block.name) for block in kind.blocks for layer in found]
+        if not layers:
+            details = "; ".join(whole) or "no repeated blocks with linear layers ran in the first step"
+            raise ValueError(
+                f"tensor_parallel_size={self.mesh.size()} finds nothing to split in {type(module).__name__}: {details}."
+                " Use tensor_parallel_size=1"
+            )
+        whole.append("everything outside the blocks (embeddings, final norm, head)")
+        total = sum(p.numel() for p in module.parameters())
+        split = sum(_split_numel(module.get_submodule(layer.name), layer) for layer in layers)
+        per_rank = total - split + split // self.mesh.size()
+        return TensorPlan(self.mesh.size(), tuple(layers), tuple(whole), total, per_rank)
+
+    def _plan_kind(self, kind: BlockKind) -> tuple[list[LayerPlan], list[str]]:
+        first = kind.blocks[0]
+        trace = trace_block(first.module, *_fresh(kind))
+        groups, whole = decide(first.module, trace, self.mesh.size())
+        asked = self._asked(first.name, first.module)
+        groups = with_user_plan(groups, first.name, first.module, asked, self.mesh.size())
+        if not groups:
+            return [], whole
+        probe = BlockProbe(first.module, kind.args, kind.kwargs, self.mesh, self.control_group)
+        if any(style != "replicate" for style in asked.values()):
+            return list(self._require(probe, groups, first.name)), whole
+        kept = []
+        for group in groups:
+            passed, reason = self._settle(probe, group)
+            if passed is not None:
+                kept.append(passed)
+            if reason:
+                whole.append(reason)
+        together = [layer for group in kept for layer in group.layers]
+        if len(kept) > 1 and not (verdict := probe.judge(together)).passed:
+            return [], [*whole, f"everything in the block: {verdict.reason}"]
+        return together, whole
+
+    def _settle(self, probe: BlockProbe, group: LayerGroup) -> tuple[LayerGroup | None, str]:
+        """The part of a group that passes the probe, and why the rest does not."""
+        current: LayerGroup | None = group
+        reasons: list[str] = []
+        while current is not None:
+            verdict = probe.judge(current.layers)
+            if verdict.gathers:
+                reasons.append(f"activations of {current.name}: gathered for {', '.join(verdict.gathers)}")
+            if verdict.passed:
+                return current, "; ".join(reasons)
+            columns = {layer.name for layer in current.layers if layer.style == "column"}
+            if not verdict.sources or not verdict.sources & columns:
+                reasons.append(f"{current.name}: {verdict.reason}")
+                return None, "; ".join(reasons)
+            reasons.append(f"{', '.join(sorted(verdict.sources & columns))}: {verdict.reason}")
+            current = current.without(verdict.sources)
+        return None, "; ".join(reasons)
+
+    def _require(self, probe: BlockProbe, groups: list[LayerGroup], name: str) -> tuple[LayerPlan, ...]:
+        layers = tuple(layer for group in groups for layer in group.layers)
+        verdict: Verdict = probe.judge(layers)
+        if not verdict.passed:
+            raise ValueError(
+                f"TensorParallel(plan=...) does not compute what '{name}' does: {verdict.reason}. Nothing was trained."
+                " Correct the plan, or leave it out to have one derived"
+            )
+        return layers
+
+    def _asked(self, prefix: str, block: nn.Module) -> dict[str, str]:
+        names = {f"{prefix}.{name}": layer for name, layer in linears(block).items()}
+        return asked_styles(names, self.user_plan)
+
+    def _refuse_unknown_names(self, module: nn.Module, blocks: Any) -> None:
+        known = {f"{block.name}.{name}": layer for block in blocks for name, layer in linears(block.module).items()}
+        for pattern, style in self.user_plan.items():
+            if not asked_styles(known, {pattern: style}):
+                raise ValueError(
+                    f"TensorParallel(plan=...): no linear layer inside a repeated block of {type(module).__name__} is"
+                    f" called '{pattern}'. There are {', '.join(sorted({_stars(name) for name in known})) or 'none'}"
+                )
+
+
+def _fresh(kind: BlockKind) -> tuple[Any, Any]:
+    return copy.deepcopy((kind.args, kind.kwargs))
+
+
+def _pattern(kind: BlockKind) -> str:
+    return _stars(kind.blocks[0].name) if len(kind.blocks) > 1 else kind.blocks[0].name
+
+
+def _stars(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _split_numel(module: nn.Module, layer: LayerPlan) -> int:
+    parameters = dict(module.named_parameters())
+    if layer.style == "row":
+        return parameters["weight"].numel()
+    return sum(p.numel() for name, p in parameters.items() if name != "out_proj.bias")

@@ -1,0 +1,116 @@
+"""A block in parts against the same block whole: output, gradients of its inputs and of all its parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_effi.diagnose.compare import compare_tensors
+from lightning_effi.diagnose.probe import NoDropout, copied
+from lightning_effi.sharding.agreement import Agreement
+from lightning_effi.tensor.apply import AppliedPlan
+from lightning_effi.tensor.plan import LayerPlan
+from lightning_effi.tensor.rules import on_gather
+from lightning_effi.tensor.split import CannotSplitError, gathered
+
+TOLERANCE = 1e-4  # fp32 rounding of one block is below 1e-5; a gradient that lacks a sum is off by far more
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Attributes:
+    passed: whether all ranks found the block equal.
+    reason: what went wrong.
+    sources: the column-wise layers that caused it, where that is known.
+    gathers: functions without a rule, for which whole activations were gathered.
+    """
+
+    passed: bool
+    reason: str = ""
+    sources: frozenset[str] = frozenset()
+    gathers: tuple[str, ...] = ()
+
+
+class BlockProbe:
+    """Compares splittings of one block on one set of inputs.
+
+    Args:
+        block: intact; it is copied, in fp32 unless it is more precise.
+        args: what it was called with.
+        kwargs: likewise.
+        mesh: the ``tp`` axis.
+        control_group: its ranks, with a backend for CPU tensors.
+    """
+
+    def __init__(
+        self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any, control_group: Any
+    ) -> None:
+        self._block = _precise(copied(block))
+        self._arguments = _precise_tree((tuple(args), kwargs))
+        self._device_type = next(block.parameters()).device.type
+        self._mesh = mesh
+        self._agreement = Agreement(control_group)
+        self._expected = self._run(self._block)
+
+    def judge(self, layers: Sequence[LayerPlan]) -> Verdict:
+        """Try a splitting; the same verdict on all ranks."""
+        parallel = copied(self._block)
+        AppliedPlan(parallel, layers, self._mesh)
+        gathers: dict[str, None] = {}
+        try:
+            with on_gather(lambda name, _sources: gathers.setdefault(name)):
+                actual = self._run(parallel)
+        except CannotSplitError as error:  # follows from shapes alone, so that all ranks see it at the same place
+            return Verdict(False, str(error), error.sources)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            return Verdict(False, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        comparison = compare_tensors(actual, self._expected)
+        if self._agreement.any([not comparison.within(TOLERANCE)])[0]:
+            name, distance = comparison.worst
+            return Verdict(False, f"'{name}' is off by {distance:.1e}", gathers=tuple(gathers))
+        return Verdict(True, gathers=tuple(gathers))
+
+    def _run(self, block: nn.Module) -> dict[str, Tensor]:
+        with torch.enable_grad(), NoDropout(), torch.autocast(self._device_type, enabled=False):
+            return self._run_precisely(block)
+
+    def _run_precisely(self, block: nn.Module) -> dict[str, Tensor]:
+        args, kwargs = copy.deepcopy(self._arguments)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+        for tensor in inputs:
+            tensor.requires_grad_()
+        output = gathered(block(*args, **kwargs))
+        results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        generator = torch.Generator().manual_seed(0)
+        pulls = [torch.randn(t.shape, generator=generator).to(t) for t in results]
+        torch.autograd.backward(results, pulls)
+        found = {f"output {index}": t.detach() for index, t in enumerate(results)}
+        found |= {f"gradient of input {i}": t.grad for i, t in enumerate(inputs) if t.grad is not None}
+        for name, parameter in block.named_parameters():
+            if (gradient := parameter.grad) is not None:
+                full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                found[f"gradient of {name}"] = full.detach()
+        return found
+
+
+def _precise(block: nn.Module) -> nn.Module:
+    low = [t for t in block.parameters() if t.is_floating_point() and t.dtype.itemsize < 4]
+    return block.float() if low else block
+
+
+def _precise_tree(tree: Any) -> Any:
+    """Copies that are no inference tensors and require no gradient."""
+
+    def precise(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        low = leaf.is_floating_point() and leaf.dtype.itemsize < 4
+        return leaf.detach().to(torch.float32 if low else leaf.dtype).clone()
+
+    return tree_map(precise, tree)

@@ -1,0 +1,83 @@
+"""Functions that treat each element alike, with broadcasting; and those among them that draw random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_effi.tensor.randomness import per_rank
+from lightning_effi.tensor.split import Split, SplitTensor, aligned, split_tensors, wrap
+
+# fmt: off
+_NAMES = """
+    abs absolute neg negative positive exp expm1 log log1p log2 sqrt rsqrt square sin cos tan tanh sinh cosh asin acos
+    atan sigmoid logsigmoid erf erfc relu relu6 leaky_relu gelu silu mish elu selu celu softplus softsign hardtanh
+    hardswish hardsigmoid threshold tanhshrink reciprocal sign round floor ceil trunc nan_to_num clamp clamp_min
+    clamp_max clip isnan isinf isfinite logical_not bitwise_not
+    add sub subtract rsub mul multiply div divide true_divide floor_divide fmod remainder pow float_power maximum
+    minimum fmax fmin atan2 lerp addcmul addcdiv where masked_fill eq ne gt ge lt le logical_and logical_or logical_xor
+    bitwise_and bitwise_or
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __floordiv__ __pow__
+    __rpow__ __mod__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __gt__ __ge__ __lt__ __le__ __and__ __or__ __xor__
+    __rand__ __ror__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__
+    add_ sub_ mul_ div_ neg_ exp_ sigmoid_ tanh_ relu_ clamp_ clamp_min_ clamp_max_ masked_fill_ zero_ fill_
+    to float double half bfloat16 bool int long type_as contiguous clone detach cpu cuda
+    zeros_like ones_like full_like empty_like alias
+""".split()  # noqa: SIM905
+# fmt: on
+_RANDOM = ["dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "bernoulli", "rrelu"]
+
+
+def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Operands meet by broadcasting; replicated ones are cut or shared to fit."""
+    from lightning_effi.tensor.rules import fall_back
+
+    operands = split_tensors(args, kwargs)
+    cut = [t for t in operands if t.placement.dim is not None]
+    if not cut:
+        return _rewrapped(func(*args, **kwargs), operands[0].placement, args)
+    first = cut[0]
+    split = merged(cut)
+    from_right = _from_right(first)
+    if any(_from_right(t) != from_right or t.placement.pieces != split.pieces for t in cut):
+        return fall_back(func, args, kwargs)
+
+    def fit(leaf: Any) -> Any:
+        return aligned(leaf, split, from_right) if isinstance(leaf, Tensor) else leaf
+
+    output = func(*tree_map(fit, args), **tree_map(fit, kwargs))
+    return _rewrapped(output, split.at(output.dim() - from_right), args)
+
+
+def random_elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As :func:`elementwise`; each rank draws numbers of its own for its part."""
+    [first, *_] = split_tensors(args, kwargs)
+    if first.placement.dim is None:
+        return elementwise(func, args, kwargs)
+    with per_rank(first.placement.group.rank, first.device):
+        return elementwise(func, args, kwargs)
+
+
+def merged(operands: list[SplitTensor]) -> Split:
+    """The split of the first operand, with the sources of all."""
+    sources = frozenset().union(*(t.placement.sources for t in operands))
+    return replace(operands[0].placement, sources=sources, column=None)
+
+
+def _from_right(tensor: SplitTensor) -> int:
+    assert tensor.placement.dim is not None
+    return tensor.dim() - tensor.placement.dim
+
+
+def _rewrapped(output: Any, split: Split, args: tuple[Any, ...]) -> Any:
+    if not isinstance(output, torch.Tensor) or any(output is arg for arg in args):
+        return output  # in place: the very tensor that was given
+    return wrap(output, split)
+
+
+RULES: dict[str, Any] = dict.fromkeys(_NAMES, elementwise) | dict.fromkeys(_RANDOM, random_elementwise)

@@ -1,0 +1,114 @@
+"""Tensor parallelism in a run: the module stays whole until the first batch shows how it is used."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_effi import _compat
+from lightning_effi.diagnose.probe import restored
+from lightning_effi.sharding.agreement import Agreement
+from lightning_effi.sharding.deferred import DeferredValues
+from lightning_effi.sharding.initial import broadcast_states
+from lightning_effi.tensor.apply import AppliedPlan
+from lightning_effi.tensor.plan import TensorPlan
+from lightning_effi.tensor.planner import Planner
+from lightning_effi.tensor.randomness import agree_on_randomness
+
+if TYPE_CHECKING:
+    from lightning_effi.strategy import EffiStrategy
+
+_CHECKED_STEPS = 3
+
+
+class TensorRun:
+    """Plans and applies tensor parallelism for a strategy; does nothing where ``tensor_parallel_size`` is 1.
+
+    The blocks' real inputs are needed to plan, and Lightning has them in the first step, after every set-up hook of the
+    module has run and a checkpoint has been restored.
+    """
+
+    def __init__(self, strategy: EffiStrategy) -> None:
+        self._strategy = strategy
+        self._applied: AppliedPlan | None = None
+        self._steps = 0
+        self._fastpath = True
+        self.is_pending = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._strategy.layout.tensor > 1
+
+    def prepare(self, module: nn.Module) -> None:
+        """Equal values and equal randomness on all ranks, and the whole module on its device until the first step."""
+        strategy = self._strategy
+        DeferredValues(module).fill_through(module)
+        module.to(strategy.root_device)
+        broadcast_states([*module.parameters(), *module.buffers()], dist.group.WORLD)
+        agree_on_randomness(strategy.tensor_control_group, strategy.data_parallel_rank)
+        _compat.quiet_sequential_gathers()
+        _compat.metrics_in_group(module, strategy.data_parallel_group)
+        # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
+        self._fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self.is_pending = True
+
+    def plan(self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any) -> TensorPlan:
+        """Decide what is split, on the arguments of the first step."""
+        strategy = self._strategy
+        asked = strategy.config.tensor
+        user_plan = {} if asked is None or asked.plan == "auto" else asked.plan
+        planner = Planner(strategy.device_mesh["tp"], strategy.tensor_control_group, user_plan)
+        with restored(module):
+            return planner.plan(module, step, args, kwargs)
+
+    def apply(self, module: nn.Module, plan: TensorPlan) -> None:
+        """Split the layers of ``module``; optimizers must have been detached from its parameters."""
+        self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"])
+        self.is_pending = False
+
+    def undo(self) -> None:
+        """Make the module whole again; all ranks must call this."""
+        if self.is_wanted:
+            torch.backends.mha.set_fastpath_enabled(self._fastpath)
+            if self._strategy.lightning_module is not None:
+                _compat.metrics_everywhere(self._strategy.lightning_module)
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied = None
+
+    def check_batch(self, batch: Any) -> None:
+        """In the first steps, make sure that the ranks of a group were given the same batch.
+
+        Raises:
+            RuntimeError: on all ranks of the group.
+        """
+        if not self.is_wanted or self._steps >= _CHECKED_STEPS:
+            return
+        self._steps += 1
+        group = self._strategy.tensor_control_group
+        if not Agreement(group).any_and_same([], _fingerprint(batch))[1]:
+            raise RuntimeError(
+                f"The {self._strategy.layout.tensor} ranks of a tensor-parallel group work on parts of one model and"
+                f" were given different batches in step {self._steps}. A loader that shares out data by rank has to"
+                " use strategy.data_parallel_rank and strategy.data_parallel_size, and random transforms the same seed"
+            )
+
+
+def _fingerprint(batch: Any) -> int:
+    value = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous()
+            value = zlib.crc32(
+                leaf.view(torch.uint8).numpy().tobytes() if leaf.dim() else repr(leaf.item()).encode(), value
+            )
+        elif isinstance(leaf, (int, float, str, bool)):
+            value = zlib.crc32(repr(leaf).encode(), value)
+    return value

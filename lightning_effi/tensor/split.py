@@ -1,0 +1,149 @@
+"""A tensor of which each rank of a group holds a part, but which shows the shape of the whole.
+
+Module code is written for whole tensors: ``view(batch, length, self.heads, -1)``, ``split(self.width, dim=2)``,
+``reshape(*x.shape[:2], width)``. Between a column-wise and a row-wise layer activations are :class:`SplitTensor`: an
+ordinary tensor with this rank's values that knows which dim is split, answers ``shape`` for the whole and translates
+sizes. What no rule covers runs on the gathered whole, so that an operator nobody thought of costs time and not
+correctness. No torch function is patched: ``__torch_function__`` only sees calls that get such a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_effi import _compat
+from lightning_effi.tensor.collectives import TensorGroup, gather, share, take
+
+
+class CannotSplitError(ValueError):
+    """A split tensor is used in a way that has no counterpart on parts. ``sources``: the layers it comes from."""
+
+    def __init__(self, message: str, sources: frozenset[str] = frozenset()) -> None:
+        super().__init__(message)
+        self.sources = sources
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a column-wise layer does with the input it is given: its name, and how its output is packed."""
+
+    name: str
+    pieces: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which part of the whole a tensor holds.
+
+    Attributes:
+        group: among whom the whole is split.
+        dim: which dim is split; ``None`` for a replicated tensor inside a split computation, whose gradient is a
+            part of the sum that ``share`` makes.
+        pieces: sizes of the pieces that make up the dim, each of which is split by itself: ``(768, 768, 768)`` for
+            packed query, key and value.
+        sources: names of the column-wise layers that it was computed from.
+        column: for the input of a column-wise layer, that layer.
+    """
+
+    group: TensorGroup
+    dim: int | None
+    pieces: tuple[int, ...] = ()
+    sources: frozenset[str] = frozenset()
+    column: Column | None = field(default=None, compare=False)
+
+    @property
+    def size(self) -> int:
+        """Size of the split dim in the whole."""
+        return sum(self.pieces)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether each rank holds one run of the split dim."""
+        return len(self.pieces) == 1
+
+    @property
+    def outer(self) -> int:
+        """How many equal pieces there are; 0 where they are not equal."""
+        return len(self.pieces) if len(set(self.pieces)) == 1 else 0
+
+    def at(self, dim: int, pieces: tuple[int, ...] | None = None) -> Split:
+        """The same split in another dim."""
+        return replace(self, dim=dim, pieces=self.pieces if pieces is None else pieces, column=None)
+
+
+class SplitTensor(Tensor):
+    """See the module's docstring. Made by :func:`wrap`."""
+
+    placement: Split
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        from lightning_effi.tensor.multihead import COMPOSED
+        from lightning_effi.tensor.rules import apply_rule
+
+        if (composed := COMPOSED.get(getattr(func, "__name__", ""))) is not None:
+            return composed(*args, **(kwargs or {}))
+        with _compat.without_subclass_dispatch():
+            return apply_rule(func, args, dict(kwargs or {}))
+
+
+def wrap(local: Tensor, split: Split) -> SplitTensor:
+    """``local`` as this rank's part of the whole that ``split`` describes."""
+    wrapped: SplitTensor = local.as_subclass(SplitTensor)
+    wrapped.placement = split
+    return wrapped
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of the whole; of any tensor."""
+    shape = list(tensor.shape)
+    if isinstance(tensor, SplitTensor) and tensor.placement.dim is not None:
+        shape[tensor.placement.dim] = tensor.placement.size
+    return torch.Size(shape)
+
+
+def split_tensors(*trees: Any) -> list[SplitTensor]:
+    """All split tensors in nested arguments."""
+    return [leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, SplitTensor)]
+
+
+def gathered(tree: Any) -> Any:
+    """Replace each split tensor in ``tree`` by the whole."""
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, SplitTensor):
+            return leaf
+        split = leaf.placement
+        if split.dim is None:
+            return leaf.as_subclass(Tensor)
+        return gather(leaf.as_subclass(Tensor), split.dim, split.pieces, split.group)
+
+    return tree_map(whole, tree)
+
+
+def aligned(tensor: Tensor, split: Split, from_right: int) -> Tensor:
+    """A replicated operand, fit to be combined with a split one whose split dim is the ``from_right``-th from the end.
+
+    Where the operand has the size of the whole there, its part is taken; where it broadcasts, it is shared.
+    """
+    if isinstance(tensor, SplitTensor):
+        return tensor
+    refuse_stored(tensor, split)
+    position = tensor.dim() - from_right
+    if position >= 0 and tensor.shape[position] == split.size and split.size > 1:
+        return take(tensor, position, split.pieces, split.group)
+    return share(tensor, split.group)
+
+
+def refuse_stored(tensor: Any, split: Split) -> None:
+    """Raise for a parameter that is stored in parts and used by something else than its layer."""
+    if hasattr(tensor, "device_mesh"):
+        raise CannotSplitError("a weight that is split is used outside its layer", split.sources)

@@ -1,0 +1,169 @@
+"""A pipeline in a whole run: validation, logging, checkpoints, resuming, stopping, predicting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.harness import make_trainer, run_distributed, run_isolated
+from tests.models.gpt import GPT, batches
+
+STAGES = {"pipeline_parallel_size": 2, "microbatches": 4}
+
+
+class Classifier(GPT):
+    """Metrics, dict outputs, and a monitored value."""
+
+    def __init__(self, **settings: Any) -> None:
+        from torchmetrics import MeanMetric
+        from torchmetrics.classification import MulticlassAccuracy
+
+        super().__init__(**settings)
+        self.train_accuracy = MulticlassAccuracy(17, average="micro")
+        self.val_accuracy = MulticlassAccuracy(17, average="micro")
+        self.val_mean = MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        scores = self(batch[:, :-1])
+        loss = F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        self.train_accuracy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
+        return {"loss": loss, "scores": scores}
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        scores = self(batch[:, :-1])
+        loss = F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        self.val_accuracy(scores.flatten(0, 1), batch[:, 1:].flatten())
+        self.val_mean.update(loss)
+        self.log("val_loss", loss)
+        self.log("val_accuracy", self.val_accuracy)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_mean", self.val_mean.compute())
+        self.val_mean.reset()
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch[:, :-1]).argmax(-1)
+
+
+def loader(rows: int, size: int, seed: int, shuffle: bool = False) -> DataLoader[Any]:
+    return DataLoader(batches(1, rows=rows, seed=seed)[0], batch_size=size, shuffle=shuffle)  # type: ignore[arg-type]
+
+
+def fit(strategy: Any, world_size: int, directory: Path, epochs: int, resume: str | None = None) -> dict[str, Any]:
+    pl.seed_everything(3, verbose=False)
+    module = Classifier(optimizer="adamw", learning_rate=1e-2)
+    stopping = EarlyStopping("val_loss", patience=1)
+    best = ModelCheckpoint(directory, monitor="val_loss", filename="best", save_last=True)
+    trainer = make_trainer(
+        strategy,
+        world_size,
+        callbacks=[stopping, best],
+        max_epochs=epochs,
+        num_sanity_val_steps=1,
+        enable_checkpointing=True,
+        default_root_dir=directory,
+        log_every_n_steps=1,
+        precision="64-true",  # in fp32, AdamW makes an update of the rounding noise in the gradient of a key bias
+    )
+    # a resumed run draws another order, in stock Lightning too
+    trainer.fit(module, loader(13, 4, 1, shuffle=epochs > 2), loader(13, 4, 2), ckpt_path=resume)
+    return {
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "parameters": {name: p.detach().clone() for name, p in module.named_parameters()},
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "best": float(best.best_model_score),
+    }
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["metrics"] == pytest.approx(theirs["metrics"], rel=1e-6)
+    assert (ours["step"], ours["epoch"]) == (theirs["step"], theirs["epoch"])
+    assert list(ours["parameters"]) == list(theirs["parameters"])
+    for name, parameter in theirs["parameters"].items():
+        torch.testing.assert_close(
+            ours["parameters"][name], parameter, rtol=1e-6, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_run_with_validation_and_checkpoints_equals_the_single_process(tmp_path: Path) -> None:
+    reference = run_isolated(fit, None, 1, tmp_path / "plain", 3)
+    for record in run_distributed(fit, 2, STAGES, 2, tmp_path / "stages", 3):
+        assert_same(record, reference)
+        assert record["best"] == pytest.approx(reference["best"], rel=1e-6)
+    ours = torch.load(tmp_path / "stages" / "last.ckpt", weights_only=True)
+    theirs = torch.load(tmp_path / "plain" / "last.ckpt", weights_only=True)
+    assert list(ours["state_dict"]) == list(theirs["state_dict"])
+    assert ours["state_dict"]["head.weight"].data_ptr() == ours["state_dict"]["embedding.weight"].data_ptr()
+    [our_state], [their_state] = ours["optimizer_states"], theirs["optimizer_states"]
+    assert list(our_state["state"]) == list(their_state["state"])
+    assert [group["params"] for group in our_state["param_groups"]] == [
+        group["params"] for group in their_state["param_groups"]
+    ]
+    for position, entries in their_state["state"].items():
+        for key, value in entries.items():
+            torch.testing.assert_close(our_state["state"][position][key], value, rtol=1e-6, atol=1e-9)
+
+
+def test_checkpoints_go_both_ways_between_stages_and_a_single_process(tmp_path: Path) -> None:
+    run_isolated(fit, None, 1, tmp_path / "plain", 1)
+    run_distributed(fit, 2, STAGES, 2, tmp_path / "stages", 1)
+    reference = run_isolated(fit, None, 1, tmp_path / "reference", 2, str(tmp_path / "plain" / "last.ckpt"))
+    for start in ("plain", "stages"):
+        checkpoint = str(tmp_path / start / "last.ckpt")
+        assert_same(run_distributed(fit, 2, STAGES, 2, tmp_path / f"{start}-stages", 2, checkpoint)[1], reference)
+    assert_same(run_isolated(fit, None, 1, tmp_path / "stages-plain", 2, checkpoint), reference)
+
+
+def predict(strategy: Any, world_size: int) -> tuple[Any, Any, Any]:
+    pl.seed_everything(3, verbose=False)
+    module = Classifier()
+    trainer = make_trainer(strategy, world_size, max_epochs=1, barebones=False)
+    trainer.fit(module, loader(8, 4, 1))
+    rows = trainer.predict(module, loader(13, 4, 2))
+    return rows, trainer.validate(module, loader(13, 4, 2), verbose=False), trainer.global_step
+
+
+def test_predictions_come_once_and_in_order() -> None:
+    rows, metrics, _ = run_isolated(predict, None, 1)
+    for ours in run_distributed(predict, 2, STAGES, 2):
+        assert [len(batch) for batch in ours[0]] == [4, 4, 4, 1]
+        assert torch.equal(torch.cat(ours[0]), torch.cat(rows))
+        assert ours[1][0] == pytest.approx(metrics[0], rel=1e-4)
+
+
+def held_parameters(strategy: Any) -> dict[str, int]:
+    class Held(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+            self.held = {name: p.numel() for name, p in module.named_parameters()}
+            self.stepped = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+            self.plan = str(trainer.strategy.plan)
+            self.planned = trainer.strategy.plan.bytes_per_rank["parameters"]
+            self.timeline = str(trainer.strategy.plan.timeline)
+
+    held = Held()
+    trainer = make_trainer(strategy, 2, callbacks=[held], max_steps=1)
+    trainer.fit(Classifier(optimizer="adamw"), loader(8, 8, 1))
+    assert held.stepped == sum(held.held.values()) == held.planned // 4
+    assert "held by stages 0, 1: embedding.weight" in held.plan
+    assert held.timeline.startswith("1f1b, 4 micro-batches, bubble 20%")
+    return held.held
+
+
+def test_each_rank_holds_its_stage_and_nothing_else() -> None:
+    first, last = run_distributed(held_parameters, 2, STAGES)
+    assert {"embedding.weight", "positions", "blocks.1.norm1.weight"} <= set(first)
+    assert not any(name.startswith(("blocks.2", "blocks.3", "norm")) for name in first)
+    assert {"embedding.weight", "norm.weight", "blocks.3.norm1.weight"} <= set(last)
+    assert not any(name.startswith(("blocks.0", "blocks.1")) for name in last)

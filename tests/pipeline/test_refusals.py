@@ -1,0 +1,155 @@
+"""What a pipeline cannot carry out ends with a message on all ranks, before anything is trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_effi import EffiStrategy
+from tests.harness import Training, WorkerError, run, train_and_assert_parity
+from tests.models.gpt import GPT, batches
+
+
+def pipelined(module: Callable[..., Any], data: Any = None, **strategy: Any) -> Training:
+    return Training(
+        module,
+        data or partial(batches, rows=6),
+        strategy={"pipeline_parallel_size": 2, **strategy},
+        world_size=2,
+        timeout=30.0,
+    )
+
+
+class Skip(GPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        start = x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) + start)
+
+
+class Contrastive(GPT):
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embedding(batch)[:, :12]
+        for block in self.blocks:
+            x = block(x)
+        vectors = F.normalize(x.mean(1), dim=-1)
+        return F.cross_entropy(vectors @ vectors.T, torch.arange(len(batch)))
+
+
+class Manual(GPT):
+    automatic_optimization = False
+
+
+class Swallows(GPT):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        try:
+            return super().training_step(batch, batch_idx)
+        except BaseException:
+            return torch.zeros((), requires_grad=True)
+
+
+class NoTrunk(GPT):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.blocks = nn.ModuleList()
+
+
+class Hooked(GPT):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.blocks[1].register_forward_hook(lambda *_: None)
+
+
+class Checkpointed(GPT):
+    def __init__(self, reentrant: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class Counts(GPT):
+    steps_seen = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.steps_seen += 1
+        return super().training_step(batch, batch_idx)
+
+
+class OtherBatchOnEachRank(GPT):
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return (batch + self.global_rank) % 17
+
+
+class CallsTheModelOutside(GPT):
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self(batch[:, :-1])
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Skip, r"a value computed before 'blocks\.2' is used after it"),
+        (Contrastive, "not made up of the losses of its micro-batches"),
+        (Manual, "does not work with manual optimization"),
+        (Swallows, "catches BaseException around the model"),
+        (NoTrunk, "no list of repeated blocks was found"),
+        (Hooked, r"'blocks\.1' has forward hooks"),
+        (partial(Checkpointed, True), "Pass use_reentrant=False"),
+        (Counts, "changes 'steps_seen'"),
+        (OtherBatchOnEachRank, "were given different batches"),
+        (CallsTheModelOutside, r"'blocks\.2' was called outside of the step hooks|'embedding' was called outside"),
+        (partial(GPT, blocks=1), "no list of repeated blocks|need at least 2 blocks"),
+    ],
+)
+def test_refused_by_name(module: Callable[..., Any], message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        run(pipelined(module))
+
+
+def test_activation_checkpointing_by_the_module_itself() -> None:
+    train_and_assert_parity(pipelined(Checkpointed))
+
+
+class FailsOnTheLastStage(GPT):
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch)
+        if self.trainer.global_step == 1:
+            raise KeyError("no such class")
+        return loss
+
+
+def test_error_on_one_stage_ends_all_with_the_original_one() -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="no such class") as caught:
+        run(pipelined(FailsOnTheLastStage))
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < 25
+
+
+def test_batches_of_changing_lengths() -> None:
+    train_and_assert_parity(pipelined(GPT, changing_lengths))
+
+
+def changing_lengths(count: int) -> list[Tensor]:
+    lengths = (7, 5, 10, 4)
+    return [batch[: 3 + index % 3, : lengths[index % 4]] for index, batch in enumerate(batches(count, rows=6))]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb1p", "zbv"])
+def test_schedules_that_are_not_carried_out(schedule: str) -> None:
+    with pytest.raises(ValueError, match="use '1f1b' or 'gpipe'"):
+        EffiStrategy(pipeline_parallel_size=2, pipeline=schedule)  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""More architectures, each with a habit that tensor parallelism has to cope with; named in ``ARCHITECTURES``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.models import ModelCase
+from tests.models.base import ExampleModule
+from tests.models.gpt import GPT, VOCABULARY
+from tests.models.hugging_face import LENGTH, LanguageModel
+from tests.models.hugging_face import VOCABULARY as HF_VOCABULARY
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": HF_VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "initializer_range": 0.1,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def causal(architecture: str, implementation: str = "sdpa", module: dict[str, Any] | None = None, **sizes: Any) -> Any:
+    """A causal language model of transformers by the prefix of its classes' names."""
+    import transformers
+
+    config = getattr(transformers, f"{architecture}Config")(**{**_SIZES, **sizes})
+    model = getattr(transformers, f"{architecture}ForCausalLM")._from_config(config, attn_implementation=implementation)
+    return LanguageModel(model, **(module or {}))
+
+
+def opt(**settings: Any) -> LanguageModel:
+    return causal("OPT", module=settings, ffn_dim=64, dropout=0.0, word_embed_proj_dim=32, init_std=0.1)
+
+
+def llama_kv(kv_heads: int, implementation: str = "sdpa", **settings: Any) -> LanguageModel:
+    return causal("Llama", implementation, module=settings, num_key_value_heads=kv_heads)
+
+
+def qwen3(**settings: Any) -> LanguageModel:
+    """Norms of single heads, whose weights every rank uses for its own heads."""
+    return causal("Qwen3", module=settings, num_key_value_heads=2, head_dim=8)
+
+
+def olmo2(**settings: Any) -> LanguageModel:
+    """A norm over all heads of the queries together."""
+    return causal("Olmo2", module=settings, num_key_value_heads=4)
+
+
+def phi3(**settings: Any) -> LanguageModel:
+    """Packed query, key and value of different sizes, and a packed gate."""
+    return causal("Phi3", module=settings, num_key_value_heads=2)
+
+
+def gpt_neox(**settings: Any) -> LanguageModel:
+    """Query, key and value packed within each head; attention and MLP in parallel."""
+    return causal("GPTNeoX", module=settings, hidden_dropout=0.0, attention_dropout=0.0, use_parallel_residual=True)
+
+
+def gemma2(**settings: Any) -> LanguageModel:
+    return causal("Gemma2", "eager", module=settings, num_key_value_heads=2, head_dim=8)
+
+
+def t5(**settings: Any) -> LanguageModel:
+    """Encoder and decoder, cross-attention, a position bias that the first block makes for all."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=HF_VOCABULARY, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False, initializer_factor=1.0,
+    )  # fmt: skip
+    return LanguageModel(T5ForConditionalGeneration(config), **settings)
+
+
+class HuggingFaceViT(ExampleModule):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        from transformers import ViTConfig, ViTForImageClassification
+
+        self.model = ViTForImageClassification(
+            ViTConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=8,
+                patch_size=2, num_labels=6, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                initializer_range=0.1,
+            )
+        )  # fmt: skip
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self.model(pixel_values=batch[0], labels=batch[1]).loss
+
+
+class XTransformer(ExampleModule):
+    """A decoder of x-transformers: einops, a gated feed-forward layer, rotary positions."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        from x_transformers import Decoder, TransformerWrapper
+
+        self.network = TransformerWrapper(
+            num_tokens=VOCABULARY,
+            max_seq_len=16,
+            attn_layers=Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, ff_glu=True, rotary_pos_emb=True),
+        )
+
+    def loss(self, batch: Tensor) -> Tensor:
+        logits = self.network(batch[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+class CrossAttention(ExampleModule):
+    """``nn.TransformerDecoder``: self-attention with a causal mask and attention to a memory."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        layer = nn.TransformerDecoderLayer(16, 4, 32, dropout=0.0, batch_first=False, norm_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        tokens, memory = self.embedding(batch[:, :-1]).transpose(0, 1), self.embedding(batch.flip(1)).transpose(0, 1)
+        mask = nn.Transformer.generate_square_subsequent_mask(len(tokens), dtype=tokens.dtype)
+        hidden = self.decoder(tokens, memory, tgt_mask=mask, tgt_is_causal=True)
+        return nn.functional.cross_entropy(self.head(hidden).transpose(0, 1).flatten(0, 1), batch[:, 1:].flatten())
+
+
+class SixHeads(GPT):
+    """Heads that only 2 and 3 divide; the MLP's width is divisible by 4."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(tied=True, width=24, heads=6, blocks=2, **settings)
+
+
+_HERE, _HF, _VIT, _GPT = (
+    "tests.tensor.architectures",
+    "tests.models.hugging_face",
+    "tests.models.vit",
+    "tests.models.gpt",
+)
+
+
+def _case(name: str, factory: str, data: str, blocks: str, *requires: str, **settings: Any) -> ModelCase:
+    return ModelCase(name, f"{_HERE}:{factory}", data, blocks, settings, requires)
+
+
+_TEXT = f"{_HF}:causal_batches"
+_CASES = (
+    *(
+        _case(f"llama-kv{n}-{how}", "llama_kv", _TEXT, "model.model.layers", "transformers",
+              kv_heads=n, implementation=how)
+        for n, how in ((4, "sdpa"), (2, "eager"), (1, "sdpa"), (1, "eager"))
+    ),
+    _case("qwen3", "qwen3", _TEXT, "model.model.layers", "transformers"),
+    _case("olmo2", "olmo2", _TEXT, "model.model.layers", "transformers"),
+    _case("phi3", "phi3", _TEXT, "model.model.layers", "transformers"),
+    _case("gpt-neox", "gpt_neox", _TEXT, "model.gpt_neox.layers", "transformers"),
+    _case("gemma2", "gemma2", _TEXT, "model.model.layers", "transformers"),
+    _case("opt", "opt", _TEXT, "model.model.decoder.layers", "transformers"),
+    _case("t5", "t5", _TEXT, "model.encoder.block", "transformers"),
+    _case("hf-vit", "HuggingFaceViT", f"{_VIT}:batches", "model.vit.layers", "transformers"),
+    _case("x-transformers", "XTransformer", f"{_GPT}:batches", "network.attn_layers.layers", "x_transformers"),
+    _case("nn-decoder", "CrossAttention", f"{_GPT}:batches", "decoder.layers"),
+    _case("six-heads", "SixHeads", f"{_GPT}:batches", "blocks"),
+)  # fmt: skip
+
+ARCHITECTURES: dict[str, ModelCase] = {case.name: case for case in _CASES}

@@ -1,0 +1,92 @@
+"""Tensor parallelism gives the numbers of the stock single-process Trainer, on modules nobody prepared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import ADAMW_FP64, SGD_FP32, Bounds, Training, run, run_reference, train_and_assert_parity
+from tests.models import MODELS, ModelCase
+from tests.tensor.architectures import ARCHITECTURES
+
+EVERYTHING: dict[str, ModelCase] = {**MODELS, **ARCHITECTURES}
+
+
+def train_and_compare(
+    model: str, world_size: int = 2, tensor: int = 2, bounds: Bounds = SGD_FP32, zero_stage: int = 2, **settings: Any
+) -> None:
+    case = EVERYTHING[model]
+    if case.missing:
+        pytest.skip(f"needs {', '.join(case.missing)}")
+    strategy = {"tensor_parallel_size": tensor, "zero_stage": zero_stage}
+    train_and_assert_parity(
+        Training(case.module, case.batches, strategy=strategy, world_size=world_size, **settings), bounds
+    )
+
+
+# The steps of Olmo 2's norms are so short that fp32 resolves them to little better than 1e-5.
+BOUNDS = {"olmo2": Bounds(step=3e-5)}
+
+
+@pytest.mark.parametrize("model", EVERYTHING)
+def test_two_ranks_equal_single_process(model: str) -> None:
+    train_and_compare(model, bounds=BOUNDS.get(model, SGD_FP32))
+
+
+@pytest.mark.parametrize("model", ["gpt-tied", "encoder", "llama", "llama-kv1-sdpa", "t5", "six-heads"])
+def test_four_ranks_equal_single_process(model: str) -> None:
+    train_and_compare(model, world_size=4, tensor=4)
+
+
+STAGES_OF = {
+    "gpt-tied": (0, 1, 2, 3),
+    "llama": (1, 3),
+    "phi3": (0, 2),
+    "encoder": (2, 3),
+    "lora-peft-llama": (0, 1),
+    "vit-batchnorm": (3,),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "zero_stage"),
+    [(model, stage) for model, stages in STAGES_OF.items() for stage in stages],
+    ids=lambda value: f"zero{value}" if isinstance(value, int) else value,
+)
+def test_two_by_two_ranks_equal_single_process(model: str, zero_stage: int) -> None:
+    train_and_compare(model, world_size=4, zero_stage=zero_stage, clip=0.1, accumulate=2)
+
+
+@pytest.mark.parametrize("model", ["gpt-tied", "llama", "phi3", "bert", "encoder", "vit-batchnorm", "t5"])
+def test_adamw_equals_single_process(model: str) -> None:
+    train_and_compare(model, optimizer="adamw", precision="64-true", bounds=ADAMW_FP64)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3], ids=lambda stage: f"zero{stage}")
+@pytest.mark.parametrize("model", ["gpt-tied", "qwen3"])
+def test_adamw_on_two_by_two_ranks_equals_single_process(model: str, zero_stage: int) -> None:
+    train_and_compare(
+        model, world_size=4, zero_stage=zero_stage, optimizer="adamw", precision="64-true", bounds=ADAMW_FP64, clip=0.1
+    )
+
+
+@pytest.mark.parametrize("clip", [("norm", 0.1), ("value", 0.005)], ids=lambda clip: clip[0])
+@pytest.mark.parametrize("model", ["gpt-tied", "llama"])
+def test_clipping_and_accumulation_equal_single_process(model: str, clip: Any) -> None:
+    train_and_compare(model, clip=clip[1], clip_algorithm=clip[0], accumulate=3)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(("model", "world_size"), [("gpt-tied", 2), ("llama", 4), ("bert", 2)])
+def test_losses_in_low_precision_are_near_stock(model: str, world_size: int, precision: str) -> None:
+    case = EVERYTHING[model]
+    if case.missing:
+        pytest.skip(f"needs {', '.join(case.missing)}")
+    strategy = {"tensor_parallel_size": 2, "zero_stage": 3}
+    training = Training(
+        case.module, case.batches, strategy=strategy, world_size=world_size, precision=precision, steps=6,
+        learning_rate=0.05, record_tensors=False,
+    )  # fmt: skip
+    ours, theirs = run(training).losses, run_reference(training).losses
+    assert ours == pytest.approx(theirs, abs=0.01 if precision == "bf16-mixed" else 0.05)

@@ -1,0 +1,63 @@
+"""The private names of torch, Lightning and torchmetrics that tensor parallelism relies on are there."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from lightning_effi import _compat
+from tests.harness import run_distributed
+
+
+def test_strided_shards_count_as_sharded() -> None:
+    assert _compat.is_sharded(_StridedShard(0, split_factor=2))
+    assert _compat.is_sharded(Shard(1))
+    assert not _compat.is_sharded(Replicate())
+
+
+def gather() -> torch.Tensor:
+    whole = torch.empty(2 * dist.get_world_size())
+    _compat.all_gather_rows(whole, torch.full((2,), float(dist.get_rank())), dist.group.WORLD)
+    return whole
+
+
+def test_rows_are_gathered_in_rank_order() -> None:
+    assert run_distributed(gather, 2)[1].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def gather_two_axes() -> list[str]:
+    _compat.quiet_sequential_gathers()
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(handler)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    distribute_tensor(torch.arange(8.0), mesh, [_StridedShard(0, split_factor=2), Shard(0)]).full_tensor()
+    return heard
+
+
+def test_torch_gives_no_advice_on_gathers_over_two_axes() -> None:
+    assert run_distributed(gather_two_axes, 4)[0] == []
+
+
+def count_in_groups() -> tuple[float, float, bool]:
+    group = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    module = torch.nn.ModuleDict({"total": torchmetrics.SumMetric()})
+    _compat.metrics_in_group(module, group)
+    copied = copy.deepcopy(module)
+    module["total"].update(1.0)
+    alone = float(module["total"].compute())
+    _compat.metrics_everywhere(module)
+    module["total"].update(0.0)
+    return alone, float(module["total"].compute()), copied["total"].dist_sync_fn is not None
+
+
+def test_metrics_add_up_over_their_group_only() -> None:
+    assert run_distributed(count_in_groups, 2) == [(1.0, 2.0, True)] * 2
