@@ -17,6 +17,7 @@ from lightning_effi.layout import Layout
 from lightning_effi.step.logging import reduce_logged
 
 if TYPE_CHECKING:
+    from lightning.pytorch.plugins import LayerSync
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
@@ -51,6 +52,11 @@ class MeshStrategy(ParallelStrategy, ABC):
         if self._device_mesh is None:
             raise RuntimeError("strategy.device_mesh is known once the processes have started (from setup() on)")
         return self._device_mesh
+
+    @property
+    def layer_sync(self) -> LayerSync | None:
+        """What ``Trainer(sync_batchnorm=True)`` asks for."""
+        return self._layer_sync
 
     @property
     def data_parallel_rank(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -13,13 +12,13 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_effi import _compat
+from lightning_effi.assembly import Assembly
 from lightning_effi.checkpoint.run import RunCheckpoint
 from lightning_effi.config import (
     ActivationCheckpointing,
@@ -40,29 +39,15 @@ from lightning_effi.config import (
     as_timedelta,
     expand,
 )
-from lightning_effi.diagnose.run import RunProbe
 from lightning_effi.launch import end_other_processes, make_launcher
 from lightning_effi.mesh import MeshStrategy
-from lightning_effi.pipeline.engine import PipelineEngine
-from lightning_effi.pipeline.plan import PipelinePlan
-from lightning_effi.pipeline.runner import PipelineRunner
-from lightning_effi.pipeline.stages import StageParameters
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
-from lightning_effi.sharding.agreement import Agreement
-from lightning_effi.sharding.build import build_engine
 from lightning_effi.sharding.deferred import parameters_on_meta
 from lightning_effi.sharding.engine import Engine
-from lightning_effi.sharding.optimizers import DetachedOptimizers, moments
-from lightning_effi.sharding.plan import plan_sharding
-from lightning_effi.sharding.refuse import refuse_averaging_of_shards, refuse_unshardable
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
-from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
-from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.step.signals import DeferredSignals
-from lightning_effi.tensor.plan import TensorPlan
-from lightning_effi.tensor.run import TensorRun
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -175,15 +160,10 @@ class EffiStrategy(MeshStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._plan: Plan | None = None
-        self._shown_plan = ""
-        self._engine: Engine | None = None
-        self._microbatched: MicrobatchedStep | None = None
+        self.assembly = Assembly(self)
         self._window = AccumulationWindow(exact=exact_accumulation)
         self._checkpoint = RunCheckpoint(self)
-        self._probe = RunProbe(self)
         self._signals = DeferredSignals()
-        self._tensor = TensorRun(self)
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
@@ -193,12 +173,12 @@ class EffiStrategy(MeshStrategy):
 
         With tensor parallelism that is in the first step, which shows what the blocks are called with.
         """
-        if self._plan is None or self._tensor.is_pending:
+        if (plan := self.assembly.plan) is None:
             raise RuntimeError(
                 "strategy.plan is known once the module has been set up (from on_fit_start on, with tensor parallelism"
                 " from the end of the first step on)"
             )
-        return self._plan
+        return plan
 
     @property
     @override
@@ -222,27 +202,9 @@ class EffiStrategy(MeshStrategy):
         return self.precision.last_grad_norm
 
     @property
-    def stages(self) -> StageParameters | None:
-        """The parameters of this rank's pipeline stage; ``None`` without a pipeline, and before its first step."""
-        return self._engine.stages if isinstance(self._engine, PipelineEngine) else None
-
-    @property
-    def optimizer_names(self) -> list[list[list[str]]]:
-        """Names of the whole module's parameters by optimizer and group, once a pipeline has split it."""
-        assert isinstance(self._engine, PipelineEngine)
-        assert self._engine.runner is not None
-        return self._engine.runner.optimizer_names
-
-    @property
-    def has_engine(self) -> bool:
-        """Whether the module has been set up."""
-        return self._engine is not None
-
-    @property
     def engine(self) -> Engine:
         """Data parallelism at work; there once the module has been set up."""
-        assert self._engine is not None
-        return self._engine
+        return self.assembly.engine
 
     # -- before the run: who takes part ------------------------------------------------------------------------------
 
@@ -271,128 +233,10 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.precision.use_device(self.root_device)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-
-        if self._engine is None or self._engine.module is not self.lightning_module:
-            self._setup_module(trainer, fitting)
-        elif fitting:
-            self.engine.rest()
-            self.setup_optimizers(trainer)
-        self._prepare_optimizers(trainer)
-        self._microbatched = self._setup_microbatches() if fitting else None
+        self.assembly.build(trainer, self.lightning_module)
         self.setup_precision_plugin()
-        self._show_plan()
+        self.assembly.show_plan()
         self.barrier("setup")
-
-    def _setup_module(self, trainer: pl.Trainer, fitting: bool) -> None:
-        """``configure_optimizers`` sees the intact module; then each parameter is exchanged for its shard."""
-        module = self.lightning_module
-        assert module is not None
-        if self._layer_sync is not None:
-            module = self._layer_sync.apply(module)  # type: ignore[assignment]
-        self.model = self.precision.convert_module(module)
-        if fitting:
-            self.setup_optimizers(trainer)
-        if self.layout.pipeline > 1:
-            refuse_averaging_of_shards(trainer, f"pipeline_parallel_size={self.layout.pipeline}")
-        if self.layout.tensor > 1:
-            refuse_unshardable(self.optimizers, f"tensor_parallel_size={self.layout.tensor}")
-            refuse_averaging_of_shards(trainer, f"tensor_parallel_size={self.layout.tensor}")
-            self._tensor.prepare(module)
-            self._engine = Engine(module)  # until the first step
-            return
-        self._probe.before_sharding(module)
-        self._shard_module(module, None)
-
-    def _split_module(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Tensor parallelism is planned in the first step, whose batch shows what the blocks are called with."""
-        module = self.lightning_module
-        assert module is not None
-        with torch.inference_mode(False):
-            plan = self._tensor.plan(module, step, args, kwargs)
-            self._probe.before_sharding(module)
-            optimizers = DetachedOptimizers(self.optimizers, module)
-            self._tensor.apply(module, plan)
-            self._shard_module(module, plan, optimizers)
-            self._prepare_optimizers(module.trainer)
-        self._show_plan()
-
-    def _shard_module(
-        self, module: pl.LightningModule, tensor: TensorPlan | None, optimizers: DetachedOptimizers | None = None
-    ) -> None:
-        """Exchange the parameters for shards, in the module and in its optimizers (given where detached already)."""
-        states = moments(self.optimizers)
-        plan = plan_sharding(module, self.layout, self.config.zero_stage, self.precision.compute)
-        if plan.is_sharded:
-            refuse_unshardable(self.optimizers, f"zero_stage={self.config.zero_stage}")
-            refuse_averaging_of_shards(module.trainer, f"zero_stage={self.config.zero_stage}")
-        self._plan = Plan(self.layout, plan, self.precision.precision, states, tensor=tensor)
-        if optimizers is None and plan.is_sharded:
-            optimizers = DetachedOptimizers(self.optimizers, module)
-        if self.layout.pipeline > 1:
-            if self.precision.master_weights:
-                raise ValueError(
-                    "master_weights=True is not carried out with pipeline_parallel_size > 1 by this version. Use"
-                    " precision='bf16-mixed', which keeps the parameters in fp32"
-                )
-            self._engine = PipelineEngine(
-                module, group=self.pipeline_group, replicas=self.data_parallel_group, device=self.root_device
-            )
-        else:
-            self._engine = build_engine(
-                module,
-                plan,
-                mesh=self._device_mesh,
-                data_parallel_group=self.data_parallel_group,
-                control_group=self.control_group,
-                device=self.root_device,
-                sync_every_backward=self.config.syncs_every_backward,
-                processes_per_node=self.num_processes,
-            )
-        if optimizers is not None:
-            optimizers.attach(module)
-
-    def _setup_microbatches(self) -> MicrobatchedStep | None:
-        """``None``: each batch is one piece."""
-        stages, count = self.layout.pipeline, self.config.microbatches.count
-        if stages == 1 and count in ("auto", 1):
-            return None
-        module = self.lightning_module
-        assert module is not None
-        refuse_uncuttable(module, self.config, self.data_parallel_size)
-        if isinstance(self.engine, PipelineEngine):
-            self.engine.runner = PipelineRunner(self, self.pipeline_group)
-            count = 3 * stages if count == "auto" else count
-            runner: Runner = self.engine.runner
-        else:
-            runner = SequentialRunner(self)
-        agreement = Agreement(self.control_group) if self.data_parallel_size > 1 else None
-        return MicrobatchedStep(self, runner, int(count), agreement)
-
-    def on_split(self, plan: PipelinePlan) -> None:
-        """The pipeline's first training step has split the module."""
-        stages, sharding = self.stages, self.plan.sharding
-        assert stages is not None
-        held = tuple(info for info in sharding.replicated if info.name in stages.local)
-        self._plan = replace(self.plan, pipeline=plan, sharding=replace(sharding, replicated=held))
-        self.precision.stages = stages
-        self._show_plan()
-
-    def _show_plan(self) -> None:
-        """Once, unless it has changed (another module, another optimizer)."""
-        if self._tensor.is_pending:
-            return
-        if (text := str(self.plan)) != self._shown_plan:
-            self._shown_plan = text
-            rank_zero_info(text)
-
-    def _prepare_optimizers(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        _compat.optimizers_to_device(self.optimizers, self.root_device)
-        for optimizer in self.optimizers:
-            self.engine.watch(optimizer)
-        self.precision.step_on_shards(self.optimizers)
 
     @override
     def model_to_device(self) -> None:
@@ -403,13 +247,11 @@ class EffiStrategy(MeshStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
-        self._tensor.check_batch(args)
-        if self._tensor.is_pending:
-            with self.precision.train_step_context():
-                self._split_module(self.lightning_module.training_step, args, kwargs)
-        self._probe.before_first_step(*args, **kwargs)
-        if self._microbatched is not None:
-            return self._microbatched(*args, **kwargs)
+        with self.precision.train_step_context():
+            self.assembly.before_step(self.lightning_module.training_step, args, kwargs)
+        self.assembly.probe.before_first_step(*args, **kwargs)
+        if self.assembly.microbatched is not None:
+            return self.assembly.microbatched(*args, **kwargs)
         with self.precision.train_step_context():
             return self.engine.run_step(self.lightning_module.training_step, *args, **kwargs)
 
@@ -433,9 +275,7 @@ class EffiStrategy(MeshStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step without backward: what it gathered must not outlive it, or a later load would be lost with it."""
-        self._tensor.check_batch(args)
-        if self._tensor.is_pending:
-            self._split_module(step, args, kwargs)
+        self.assembly.before_step(step, args, kwargs)
         try:
             return self.engine.run_step(step, *args, **kwargs)
         finally:
@@ -452,8 +292,8 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
-        if self._microbatched is not None and self._microbatched.has_gradients:
-            self._microbatched.give_gradients()
+        if self.assembly.microbatched is not None and self.assembly.microbatched.has_gradients:
+            self.assembly.microbatched.give_gradients()
         else:
             self.engine.before_backward(closure_loss)
             self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
@@ -552,36 +392,21 @@ class EffiStrategy(MeshStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._engine is not None:
-            self._engine.explain(exception)
+        if self.assembly.exists:
+            self.engine.explain(exception)
         if not isinstance(exception, KeyboardInterrupt):
             end_other_processes(self.launcher)
 
     @override
     def teardown(self) -> None:
         """After a run that went well, the module is an ordinary one again wherever the memory allows it."""
-        if self._engine is not None and not self.is_interrupted:
-            self._release_module()
+        if self.assembly.exists and not self.is_interrupted:
+            self.assembly.release()
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.precision.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
-
-    def _release_module(self) -> None:
-        if self._plan is not None and not self._plan.sharding.is_sharded:
-            self._tensor.undo()
-        assert self.lightning_module is not None
-        if self.engine.release(self.optimizers):
-            self._tensor.undo()
-            self._engine = None
-            if self._layer_sync is not None:
-                self._layer_sync.revert(self.lightning_module)
-        else:
-            rank_zero_info(
-                "lightning_effi: the module stays sharded, since it does not fit into the memory of one process. Use"
-                " trainer.save_checkpoint(), or go on with this Trainer"
-            )
 
     @property
     def is_interrupted(self) -> bool:

@@ -37,7 +37,7 @@ class RunCheckpoint:
         assert module is not None
         self._meet_after_error()
         self._settle()
-        if stages := self._strategy.stages:
+        if stages := self._strategy.assembly.stages:
             return stage_checkpoint.gather_model(module, stages)
         if self._is_sharded:
             return module.state_dict()
@@ -47,9 +47,11 @@ class RunCheckpoint:
         """As :meth:`model_state`; in the ``full`` format it is what stock Lightning saves."""
         self._settle()
         optimizer = _compat.unwrap_lightning_optimizer(optimizer)
-        if stages := self._strategy.stages:
+        if stages := self._strategy.assembly.stages:
             index = next(i for i, own in enumerate(self._strategy.optimizers) if own is optimizer)
-            return stage_checkpoint.gather_optimizer(optimizer, self._strategy.optimizer_names[index], stages)
+            return stage_checkpoint.gather_optimizer(
+                optimizer, self._strategy.assembly.pipeline.optimizer_names[index], stages
+            )
         state = optimizer.state_dict()
         return state if self._is_sharded else full.gather_full(state, keep=self._strategy.is_global_zero)
 
@@ -118,7 +120,7 @@ class RunCheckpoint:
             RuntimeError: where they are not all here within seconds.
         """
         strategy = self._strategy
-        if strategy.has_engine and strategy.has_several_processes and strategy.is_interrupted:
+        if strategy.assembly.exists and strategy.has_several_processes and strategy.is_interrupted:
             try:
                 dist.monitored_barrier(strategy.control_group, timeout=_MEETING_TIME)
             except RuntimeError as error:
@@ -128,6 +130,6 @@ class RunCheckpoint:
 
     def _settle(self) -> None:
         """Shards must be the live parameters, and buffers those of the first rank."""
-        if self._strategy.has_engine:
+        if self._strategy.assembly.exists:
             self._strategy.engine.rest()
             self._strategy.engine.sync_buffers()

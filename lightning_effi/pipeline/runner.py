@@ -91,7 +91,7 @@ class PipelineRunner:
         self.optimizer_names = self.stages.leave_to_optimizers(self._strategy.optimizers)
         self._live = LiveStage(self.plan, self.stage, self._interception, self._draw_differently)
         self._refuse_another_loss(piece, args, expected)
-        self._strategy.on_split(self.plan)
+        self._strategy.assembly.on_split(self.plan)
 
     def make_whole(self) -> None:
         """Every rank holds the whole module again, as an ordinary one."""

@@ -1,0 +1,232 @@
+"""From an intact module to one at work: split, sharded, with optimizers that follow; and back again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_effi import _compat
+from lightning_effi.diagnose.run import RunProbe
+from lightning_effi.pipeline.engine import PipelineEngine
+from lightning_effi.pipeline.plan import PipelinePlan
+from lightning_effi.pipeline.runner import PipelineRunner
+from lightning_effi.pipeline.stages import StageParameters
+from lightning_effi.plan import Plan
+from lightning_effi.sharding.agreement import Agreement
+from lightning_effi.sharding.build import build_engine
+from lightning_effi.sharding.engine import Engine
+from lightning_effi.sharding.optimizers import DetachedOptimizers, moments
+from lightning_effi.sharding.plan import plan_sharding
+from lightning_effi.sharding.refuse import refuse_averaging_of_shards, refuse_unshardable
+from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
+from lightning_effi.step.sequential import SequentialRunner
+from lightning_effi.tensor.plan import TensorPlan
+from lightning_effi.tensor.run import TensorRun
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_effi.strategy import EffiStrategy
+
+
+class Assembly:
+    """What a strategy has built around the module: the engine, the plan, the cut of each batch.
+
+    The order is: precision converts the module, ``configure_optimizers`` sees it intact, then it is split by tensor
+    parallelism (in the first step, whose batch shows what the blocks are called with) and sharded, and the optimizers
+    are given the parts. A pipeline splits it in its first training step as well.
+    """
+
+    def __init__(self, strategy: EffiStrategy) -> None:
+        self._strategy = strategy
+        self._plan: Plan | None = None
+        self._shown_plan = ""
+        self._engine: Engine | None = None
+        self.microbatched: MicrobatchedStep | None = None
+        self.tensor = TensorRun(strategy)
+        self.probe = RunProbe(strategy)
+
+    # -- what has been built -----------------------------------------------------------------------------------------
+
+    @property
+    def exists(self) -> bool:
+        """Whether the module has been set up."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine:
+        """Data parallelism, or a pipeline, at work; there once the module has been set up."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def plan(self) -> Plan | None:
+        """``None`` before set-up and, with tensor parallelism, before the first step."""
+        return None if self.tensor.is_pending else self._plan
+
+    @property
+    def pipeline(self) -> PipelineRunner:
+        """Runs steps through the stages; there once a pipeline has been set up for training."""
+        assert isinstance(self._engine, PipelineEngine)
+        assert self._engine.runner is not None
+        return self._engine.runner
+
+    @property
+    def stages(self) -> StageParameters | None:
+        """The parameters of this rank's pipeline stage; ``None`` without a pipeline, and before its first step."""
+        return self._engine.stages if isinstance(self._engine, PipelineEngine) else None
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def build(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Set up ``module`` for the entry point that ``trainer`` is in; again for a further one."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._engine is None or self._engine.module is not module:
+            self._start(trainer, module, fitting)
+        elif fitting:
+            self._engine.rest()
+            self._strategy.setup_optimizers(trainer)
+        if fitting:
+            self._prepare_optimizers()
+        self.microbatched = self._cut(module) if fitting else None
+
+    def before_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Whatever waits for the arguments of a step, which runs within the precision's context."""
+        self.tensor.check_batch(args)
+        if self.tensor.is_pending:
+            self._split(step, args, kwargs)
+
+    def _start(self, trainer: pl.Trainer, module: pl.LightningModule, fitting: bool) -> None:
+        strategy, layout = self._strategy, self._strategy.layout
+        if strategy.layer_sync is not None:
+            module = strategy.layer_sync.apply(module)  # type: ignore[assignment]
+        strategy.model = strategy.precision.convert_module(module)
+        if fitting:
+            strategy.setup_optimizers(trainer)
+        if layout.pipeline > 1:
+            refuse_averaging_of_shards(trainer, f"pipeline_parallel_size={layout.pipeline}")
+        if layout.tensor > 1:
+            refuse_unshardable(strategy.optimizers, f"tensor_parallel_size={layout.tensor}")
+            refuse_averaging_of_shards(trainer, f"tensor_parallel_size={layout.tensor}")
+            self.tensor.prepare(module)
+            self._engine = Engine(module)  # until the first step
+            return
+        self.probe.before_sharding(module)
+        self._shard(module, None)
+
+    def _split(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Plan and apply tensor parallelism, then shard what it leaves."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        with torch.inference_mode(False):
+            plan = self.tensor.plan(module, step, args, kwargs)
+            self.probe.before_sharding(module)
+            optimizers = DetachedOptimizers(self._strategy.optimizers, module)
+            self.tensor.apply(module, plan)
+            self._shard(module, plan, optimizers)
+            if module.trainer.state.fn == TrainerFn.FITTING:
+                self._prepare_optimizers()
+        self.show_plan()
+
+    def _shard(
+        self, module: pl.LightningModule, tensor: TensorPlan | None, optimizers: DetachedOptimizers | None = None
+    ) -> None:
+        """Exchange the parameters for shards, in the module and in its optimizers (given where detached already)."""
+        strategy = self._strategy
+        states = moments(strategy.optimizers)
+        plan = plan_sharding(module, strategy.layout, strategy.config.zero_stage, strategy.precision.compute)
+        if plan.is_sharded:
+            refuse_unshardable(strategy.optimizers, f"zero_stage={strategy.config.zero_stage}")
+            refuse_averaging_of_shards(module.trainer, f"zero_stage={strategy.config.zero_stage}")
+        self._plan = Plan(strategy.layout, plan, strategy.precision.precision, states, tensor=tensor)
+        if optimizers is None and plan.is_sharded:
+            optimizers = DetachedOptimizers(strategy.optimizers, module)
+        if strategy.layout.pipeline > 1:
+            if strategy.precision.master_weights:
+                raise ValueError(
+                    "master_weights=True is not carried out with pipeline_parallel_size > 1 by this version. Use"
+                    " precision='bf16-mixed', which keeps the parameters in fp32"
+                )
+            self._engine = PipelineEngine(
+                module,
+                group=strategy.pipeline_group,
+                replicas=strategy.data_parallel_group,
+                device=strategy.root_device,
+            )
+        else:
+            self._engine = build_engine(
+                module,
+                plan,
+                mesh=strategy.device_mesh if strategy.needs_process_group else None,
+                data_parallel_group=strategy.data_parallel_group,
+                control_group=strategy.control_group,
+                device=strategy.root_device,
+                sync_every_backward=strategy.config.syncs_every_backward,
+                processes_per_node=strategy.num_processes,
+            )
+        if optimizers is not None:
+            optimizers.attach(module)
+
+    def _prepare_optimizers(self) -> None:
+        strategy = self._strategy
+        _compat.optimizers_to_device(strategy.optimizers, strategy.root_device)
+        for optimizer in strategy.optimizers:
+            self.engine.watch(optimizer)
+        strategy.precision.step_on_shards(strategy.optimizers)
+
+    def _cut(self, module: pl.LightningModule) -> MicrobatchedStep | None:
+        """``None``: each batch is one piece."""
+        strategy = self._strategy
+        stages, count = strategy.layout.pipeline, strategy.config.microbatches.count
+        if stages == 1 and count in ("auto", 1):
+            return None
+        refuse_uncuttable(module, strategy.config, strategy.data_parallel_size)
+        if isinstance(self._engine, PipelineEngine):
+            self._engine.runner = PipelineRunner(strategy, strategy.pipeline_group)
+            count = 3 * stages if count == "auto" else count
+            runner: Runner = self._engine.runner
+        else:
+            runner = SequentialRunner(strategy)
+        agreement = Agreement(strategy.control_group) if strategy.data_parallel_size > 1 else None
+        return MicrobatchedStep(strategy, runner, int(count), agreement)
+
+    def on_split(self, plan: PipelinePlan) -> None:
+        """The pipeline's first training step has split the module."""
+        stages = self.stages
+        assert stages is not None
+        assert self._plan is not None
+        sharding = self._plan.sharding
+        held = tuple(info for info in sharding.replicated if info.name in stages.local)
+        self._plan = replace(self._plan, pipeline=plan, sharding=replace(sharding, replicated=held))
+        self._strategy.precision.stages = stages
+        self.show_plan()
+
+    def show_plan(self) -> None:
+        """Once, unless it has changed (another module, another optimizer)."""
+        if self.plan is not None and (text := str(self.plan)) != self._shown_plan:
+            self._shown_plan = text
+            rank_zero_info(text)
+
+    # -- taking apart ------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """The module is an ordinary one again, wherever the memory allows it; all ranks must call this."""
+        strategy = self._strategy
+        assert strategy.lightning_module is not None
+        if self._plan is not None and not self._plan.sharding.is_sharded:
+            self.tensor.undo()
+        if self.engine.release(strategy.optimizers):
+            self.tensor.undo()
+            self._engine = None
+            if strategy.layer_sync is not None:
+                strategy.layer_sync.revert(strategy.lightning_module)
+        else:
+            rank_zero_info(
+                "lightning_effi: the module stays sharded, since it does not fit into the memory of one process. Use"
+                " trainer.save_checkpoint(), or go on with this Trainer"
+            )
