@@ -77,13 +77,16 @@ class _Replay:
     def __init__(self, node: Node, variables: list[Tensor]) -> None:
         self._node, self._variables = node, variables
         self._noted: tuple[Tensor | None, ...] | None = None
-        node.register_prehook(self._note)
+        self._hook = node.register_prehook(self._note)
 
     def run(self) -> None:
         found = [(index, gradient) for index, gradient in enumerate(self._noted or ()) if gradient is not None]
-        if found:
-            edges = [GradientEdge(self._node, index) for index, _ in found]
-            torch.autograd.backward(edges, [gradient for _, gradient in found], inputs=self._variables)  # type: ignore[arg-type]
+        try:
+            if found:
+                edges = [GradientEdge(self._node, index) for index, _ in found]
+                torch.autograd.backward(edges, [gradient for _, gradient in found], inputs=self._variables)  # type: ignore[arg-type]
+        finally:
+            self._hook.remove()  # or the node, its hook and this object would keep each other alive
 
     def _note(self, gradients: tuple[Tensor, ...]) -> Any:
         if self._noted is None:

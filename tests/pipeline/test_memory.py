@@ -49,7 +49,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(Remembers.apply(x) if torch.is_grad_enabled() else x).tanh()
+        return (self.linear(Remembers.apply(x)) if x.requires_grad else self.linear(x)).tanh()
 
 
 class Counting(pl.LightningModule):
@@ -57,10 +57,11 @@ class Counting(pl.LightningModule):
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
+        self.start = nn.Parameter(torch.zeros(8))
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
-        x = batch
+        x = batch + self.start
         for block in self.blocks:
             x = block(x)
         return {"loss": x.square().mean(), "outputs": x}
