@@ -335,6 +335,46 @@ def fake_tensor_mode() -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# torch: schedules of pipelines
+
+
+def pipeline_order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[tuple[Any, int, int]]]:
+    """For each rank, the kind (F, B, I, W), stage and micro-batch of its actions, by torch's generator of ``name``.
+
+    The generators are constructors of classes that also run a schedule. They ask their stages for a few numbers only;
+    what prepares the running, ``_prepare_schedule_with_comms``, is left out.
+    """
+    from types import SimpleNamespace
+
+    from torch.distributed.pipelining import schedules
+
+    generators: dict[str, Any] = {
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "zb1p": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+    }
+    kinds = {
+        schedules._ComputationType.FORWARD: "F",
+        schedules._ComputationType.FULL_BACKWARD: "B",
+        schedules._ComputationType.BACKWARD_INPUT: "I",
+        schedules._ComputationType.BACKWARD_WEIGHT: "W",
+    }
+    stage = SimpleNamespace(
+        stage_index=0, num_stages=ranks * stages_per_rank, group_size=ranks, group_rank=0, submod=nn.Identity()
+    )
+
+    def no_preparation(self: Any, actions: Any) -> None:
+        pass
+
+    generator = type("Order", (generators[name],), {"_prepare_schedule_with_comms": no_preparation})
+    orders = generator([stage] * stages_per_rank, microbatches, loss_fn=no_preparation).pipeline_order
+    return [
+        [(kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in orders[rank] if a is not None]
+        for rank in range(ranks)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # torch: DistributedDataParallel
 
 

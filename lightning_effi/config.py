@@ -51,7 +51,11 @@ class Microbatches:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The pipeline's schedule, the stages per rank and the blocks per stage."""
+    """The pipeline's schedule, the stages per rank and the blocks per stage.
+
+    ``virtual_stages``: ``interleaved`` takes any number from 2 (the default) on and ``zb1p`` any number (default 1);
+    ``zbv`` always has 2, ``gpipe`` and ``1f1b`` have 1.
+    """
 
     schedule: Schedule = "1f1b"
     virtual_stages: int | None = None
@@ -59,6 +63,24 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         check_choice("pipeline", self.schedule, Schedule)
+        if self.virtual_stages is not None:
+            check_positive("pipeline.virtual_stages", self.virtual_stages, also="None")
+        name, count = self.schedule, self.stages_per_rank
+        if name in ("gpipe", "1f1b") and count != 1:
+            raise ValueError(
+                f"pipeline: {name!r} has one stage per rank, got virtual_stages={count}. Use 'interleaved' for several"
+            )
+        if name == "interleaved" and count == 1:
+            raise ValueError("pipeline: 'interleaved' needs virtual_stages of at least 2, got 1. Use '1f1b' for 1")
+        if name == "zbv" and count != 2:
+            raise ValueError(
+                f"pipeline: 'zbv' has 2 stages per rank, got virtual_stages={count}. Use 'zb1p' for another number"
+            )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """What was asked for, or the schedule's default."""
+        return self.virtual_stages or {"interleaved": 2, "zbv": 2}.get(self.schedule, 1)
 
 
 @dataclass(frozen=True)
@@ -170,6 +192,12 @@ class EffiConfig:
                 f"tensor={self.tensor!r} has no effect with tensor_parallel_size=1. Set tensor_parallel_size, or leave"
                 " tensor out"
             )
+        split, stages = self.pipeline.split, self.pipeline_parallel_size * self.pipeline.stages_per_rank
+        if split != "auto" and self.pipeline_parallel_size > 1 and len(split) != stages:
+            raise ValueError(
+                f"pipeline split={list(split)} has {len(split)} entries, and {self.pipeline.schedule!r} on"
+                f" {self.pipeline_parallel_size} ranks has {stages} stages"
+            )
         self._refuse_what_is_not_built()
 
     def _refuse_what_is_not_built(self) -> None:
@@ -180,10 +208,6 @@ class EffiConfig:
             for name in unbuilt
             if getattr(self, name) != (default := _default(EffiConfig, name))
         ]
-        if self.pipeline.schedule not in ("1f1b", "gpipe"):
-            asked.append(f"pipeline={self.pipeline.schedule!r} (use '1f1b' or 'gpipe')")
-        if self.pipeline.virtual_stages not in (None, 1):
-            asked.append(f"pipeline with virtual_stages={self.pipeline.virtual_stages} (use None)")
         if self.pipeline_parallel_size > 1:
             if self.checkpoints.format == "sharded":
                 asked.append("checkpoints='sharded' with pipeline_parallel_size > 1 (use 'full')")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_effi.layout import Layout
 from lightning_effi.pipeline.plan import PipelinePlan
-from lightning_effi.pipeline.schedule import Timeline
+from lightning_effi.pipeline.timeline import Timeline
 from lightning_effi.sharding.plan import ShardingPlan
 from lightning_effi.tensor.plan import TensorPlan
 

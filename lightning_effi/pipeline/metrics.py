@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -44,6 +46,16 @@ class MetricSync:
             if isinstance(call.value, _Named):
                 call.value = self._metrics[call.value.name]
         return result
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Inside, updates count nothing: a step that runs for another stage of this rank must not update them again."""
+        before = {name: copy.deepcopy(_state(metric)) for name, metric in self._metrics.items()}
+        try:
+            yield
+        finally:
+            for name, state in before.items():
+                self._metrics[name].__dict__.update(state)
 
     def follow(self, stage: int) -> None:
         """Take over the state of all metrics from ``stage``; every rank of the pipeline must call this."""

@@ -5,20 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_effi.pipeline.intercept import TensorMeta
-from lightning_effi.pipeline.schedule import Timeline
+from lightning_effi.pipeline.timeline import Timeline
 from lightning_effi.pipeline.trace import Trace
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Blocks and units that one stage runs, and the parameters it holds, by their first names."""
+    """Blocks and units that one stage runs, and the parameters it holds with their elements, by their first names."""
 
     blocks: tuple[str, ...]
     units: tuple[str, ...]
     parameters: tuple[str, ...]
-    numel: int
+    numels: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.numels)
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,35 @@ class PipelinePlan:
     Attributes:
         shared: parameters that several stages hold, with those stages.
         timeline: who does what when, in units of one forward.
+        placement: the rank of each stage.
     """
 
     stages: tuple[Stage, ...]
     boundaries: tuple[Boundary, ...]
     shared: tuple[tuple[str, tuple[int, ...]], ...]
     timeline: Timeline
+    placement: tuple[int, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[Stage, ...]:
+        """What each rank runs and holds, which may be several stages; a parameter of two of them is one there."""
+        return tuple(
+            _joined([stage for stage, holder in zip(self.stages, self.placement, strict=True) if holder == rank])
+            for rank in range(1 + max(self.placement))
+        )
+
+    @property
+    def shared_by_ranks(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Parameters that several ranks hold, with those ranks."""
+        holders = ((name, tuple(sorted({self.placement[stage] for stage in held}))) for name, held in self.shared)
+        return tuple((name, ranks) for name, ranks in holders if len(ranks) > 1)
 
     def __str__(self) -> str:
         lines = [f"pipeline of {len(self.stages)} stages, {self.timeline.describe()}"]
         for index, stage in enumerate(self.stages):
             units = f" and {', '.join(stage.units)}" if stage.units else ""
-            lines.append(f"stage {index}: {_span(stage.blocks)}{units}; {stage.numel:,} parameters")
+            where = f" on rank {self.placement[index]}" if len(self.stages) > len(self.ranks) else ""
+            lines.append(f"stage {index}{where}: {_span(stage.blocks)}{units}; {stage.numel:,} parameters")
             if index < len(self.boundaries):
                 shapes = ", ".join(f"{list(m.shape)} {_short(m)}" for m in self.boundaries[index].metas)
                 lines.append(f"  -> {shapes}: {self.boundaries[index].bytes:,} bytes per micro-batch")
@@ -61,7 +83,11 @@ class PipelinePlan:
 
 
 def plan_stages(
-    trace: Trace, parameters: Mapping[str, Sequence[str]], numels: Mapping[str, int], sizes: Sequence[int] | int
+    trace: Trace,
+    parameters: Mapping[str, Sequence[str]],
+    numels: Mapping[str, int],
+    sizes: Sequence[int] | int,
+    stages_per_rank: int = 1,
 ) -> tuple[tuple[Stage, ...], tuple[Boundary, ...], tuple[tuple[str, tuple[int, ...]], ...]]:
     """Stages, boundaries and shared parameters.
 
@@ -70,11 +96,12 @@ def plan_stages(
         parameters: first names of the parameters of each block and unit.
         numels: elements of each parameter by first name.
         sizes: blocks per stage, or the number of stages, which are then balanced by floating-point operations.
+        stages_per_rank: of the schedule, for the message about too few blocks.
 
     Raises:
         ValueError: where there are too few blocks, or a value would have to bypass a boundary.
     """
-    firsts = _first_blocks(trace, sizes)
+    firsts = _first_blocks(trace, sizes, stages_per_rank)
     ends = [*firsts[1:], len(trace.blocks)]
     _refuse_bypasses(trace, firsts[1:])
     stage_of = [index for index, (start, end) in enumerate(zip(firsts, ends, strict=True)) for _ in range(start, end)]
@@ -94,7 +121,7 @@ def plan_stages(
         # code between the modules runs on its own stage and on all later ones, which pass through it
         held += [name for name, position in trace.parameters.items() if stage_at(position) <= index]
         unique = tuple(dict.fromkeys(held))
-        stages.append(Stage(blocks, tuple(units[index]), unique, sum(numels[name] for name in unique)))
+        stages.append(Stage(blocks, tuple(units[index]), unique, tuple(numels[name] for name in unique)))
     boundaries = tuple(
         Boundary(trace.arguments[trace.blocks[first]], trace.metas[trace.blocks[first]]) for first in firsts[1:]
     )
@@ -106,12 +133,18 @@ def plan_stages(
     return tuple(stages), boundaries, shared
 
 
-def _first_blocks(trace: Trace, sizes: Sequence[int] | int) -> list[int]:
+def _first_blocks(trace: Trace, sizes: Sequence[int] | int, stages_per_rank: int) -> list[int]:
     """Index of each stage's first block."""
     blocks = trace.blocks
     count = sizes if isinstance(sizes, int) else len(sizes)
     if len(blocks) < count:
         found = f"has {len(blocks)}" if blocks else "calls none: no list of repeated blocks was found in the module"
+        ranks = count // stages_per_rank
+        if len(blocks) >= ranks:
+            raise ValueError(
+                f"{count} pipeline stages, {stages_per_rank} on each of {ranks} ranks, need at least {count} blocks,"
+                f" and the step {found}. Use a schedule with one stage per rank: pipeline='1f1b' or 'zb1p'"
+            )
         raise ValueError(
             f"{count} pipeline stages need at least {count} blocks, and the step {found}. Use pipeline_parallel_size="
             f"{max(len(blocks), 1)} or fewer"
@@ -168,6 +201,16 @@ def _refuse(by: str, block: str) -> None:
         f"pipeline: a value computed before '{block}' is used after it by {by}, but is no argument of '{block}', so"
         " that it cannot reach the stage that begins there. Pass it through the blocks, move the cut with"
         " Pipeline(split=[...]), or use pipeline_parallel_size=1"
+    )
+
+
+def _joined(stages: Sequence[Stage]) -> Stage:
+    numels = {name: numel for stage in stages for name, numel in zip(stage.parameters, stage.numels, strict=True)}
+    return Stage(
+        tuple(block for stage in stages for block in stage.blocks),
+        tuple(dict.fromkeys(unit for stage in stages for unit in stage.units)),
+        tuple(numels),
+        tuple(numels.values()),
     )
 
 

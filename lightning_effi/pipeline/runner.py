@@ -5,23 +5,36 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, same_randomness
 from lightning_effi.inspect.parameters import describe_parameters
 from lightning_effi.inspect.trunk import find_trunk
+from lightning_effi.pipeline.backward import backward_of_inputs, differentiable
+from lightning_effi.pipeline.exchange import Exchange
 from lightning_effi.pipeline.intercept import Interception, TensorMeta, signature
 from lightning_effi.pipeline.metrics import MetricSync
 from lightning_effi.pipeline.plan import PipelinePlan, plan_stages
-from lightning_effi.pipeline.runtime import StageIO, execute, run_backward
-from lightning_effi.pipeline.schedule import Schedule, Timeline, make_schedule
+from lightning_effi.pipeline.runtime import execute
+from lightning_effi.pipeline.schedule import (
+    Action,
+    Schedule,
+    forward_schedule,
+    legal_microbatches,
+    make_schedule,
+    place_stages,
+)
 from lightning_effi.pipeline.stage import LiveStage
 from lightning_effi.pipeline.stages import StageParameters
+from lightning_effi.pipeline.timeline import Timeline
 from lightning_effi.pipeline.trace import Trace, trace_step
 from lightning_effi.step.logs import StepResult, captured_logs
 from lightning_effi.step.split import Piece
@@ -38,11 +51,16 @@ class PipelineRunner:
 
     Args:
         strategy: whose module, configuration and precision are used.
-        group: the ranks of this pipeline, in the order of stages.
+        group: the ranks of this pipeline, in order.
+
+    Attributes:
+        stage: this rank's place in the pipeline, which is its stage where every rank has one.
     """
 
     def __init__(self, strategy: EffiStrategy, group: dist.ProcessGroup) -> None:
         self._strategy = strategy
+        self._config = strategy.config.pipeline
+        _refuse_own_backward(self._module, self._config.schedule)
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
         self.stage = dist.get_rank(group)
@@ -50,6 +68,9 @@ class PipelineRunner:
         self.plan: PipelinePlan | None = None
         self.optimizer_names: list[list[list[str]]] = []
         self._interception: Interception | None = None
+        self._placement = place_stages(self._config.schedule, len(self._ranks), self._config.virtual_stages)
+        self._live: dict[int, LiveStage] = {}
+        self._told_count = False
         self._metrics = MetricSync(self._module, group, strategy.data_parallel_group)
         self._traces: dict[Any, Trace] = {}
         self._structure: Any = None
@@ -68,7 +89,7 @@ class PipelineRunner:
         if self.stages is not None:
             return
         self._refuse_different_batches(piece.data)
-        module, config = self._module, self._strategy.config.pipeline
+        module, config = self._module, self._config
         with restored(module):
             expected = self._whole_loss(piece, args)
         self._trunk = trunk = find_trunk(module)
@@ -77,19 +98,23 @@ class PipelineRunner:
             trace = self._trace(module.training_step, piece.data, args)
             parameters = _parameters_below(module, (*trunk.blocks, *trunk.units))
             numels = {info.name: info.numel for info in describe_parameters(module)}
-            sizes = len(self._ranks) if config.split == "auto" else config.split
-            stages, boundaries, shared = plan_stages(trace, parameters, numels, sizes)
+            sizes = len(self._placement) if config.split == "auto" else config.split
+            stages, boundaries, shared = plan_stages(trace, parameters, numels, sizes, config.stages_per_rank)
         except BaseException:
             self._interception.remove()
             raise
-        timeline = Timeline.of(make_schedule(config.schedule, len(stages), microbatches))
-        self.plan = PipelinePlan(stages, boundaries, shared, timeline)
+        timeline = Timeline.of(self._schedule(microbatches))
+        self.plan = PipelinePlan(stages, boundaries, shared, timeline, self._placement)
         self._structure = _structure(trace)
         self.stages = StageParameters(module, self.plan, self.stage, self._group, self._strategy.layout.pipelines())
-        mine = {*stages[self.stage].blocks, *stages[self.stage].units}
+        mine = {*self.plan.ranks[self.stage].blocks, *self.plan.ranks[self.stage].units}
         self._interception.elsewhere = frozenset({*trunk.blocks, *trunk.units} - mine)
         self.optimizer_names = self.stages.leave_to_optimizers(self._strategy.optimizers)
-        self._live = LiveStage(self.plan, self.stage, self._interception, self._draw_differently)
+        self._live = {
+            stage: LiveStage(self.plan, stage, self._interception, partial(self._draw_differently, stage))
+            for stage, rank in enumerate(self._placement)
+            if rank == self.stage
+        }
         self._refuse_another_loss(piece, args, expected)
         self._strategy.assembly.on_split(self.plan)
 
@@ -139,10 +164,10 @@ class PipelineRunner:
         self, pieces: Sequence[Piece], weights: Sequence[float], scale: float, args: Sequence[Any]
     ) -> list[StepResult]:
         """Forward and backward of all pieces in the order of the schedule; every rank returns the same results."""
-        schedule = make_schedule(self._strategy.config.pipeline.schedule, len(self._ranks), len(pieces))
+        schedule = self._schedule(len(pieces))
         factors = [weight * scale for weight in weights]
         results = self._run(schedule, self._module.training_step, [piece.data for piece in pieces], args, factors)
-        self._metrics.follow(len(self._ranks) - 1)
+        self._metrics.follow(self._placement[-1])
         return results
 
     def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]:
@@ -159,7 +184,7 @@ class PipelineRunner:
     def evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """``validation_step`` and its like: the batch goes through the stages uncut, so that all values are exact."""
         [result] = self._forward_only(step, [batch], args, kwargs)
-        self._metrics.follow(len(self._ranks) - 1)
+        self._metrics.follow(self._placement[-1])
         for call in result.logged:
             self._module.log(call.name, call.value, **call.arguments)
         return result.output
@@ -167,7 +192,7 @@ class PipelineRunner:
     def _forward_only(
         self, step: Callable[..., Any], batches: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any] = {}
     ) -> list[StepResult]:
-        schedule = make_schedule("gpipe", len(self._ranks), len(batches)).forward_only()
+        schedule = forward_schedule(self._placement, len(batches))
         with torch.no_grad():
             return self._run(schedule, step, batches, args, None, kwargs)
 
@@ -181,42 +206,60 @@ class PipelineRunner:
         kwargs: Mapping[str, Any] = {},
     ) -> list[StepResult]:
         metas = [self._boundaries(step, batch, args, kwargs) for batch in batches]
-        last = len(self._ranks) - 1
-        io = StageIO(
-            self.stage,
-            self._ranks,
-            self._group,
-            inputs=[meta[self.stage - 1] if self.stage else () for meta in metas],
-            outputs=[meta[self.stage] if self.stage < last else () for meta in metas],
-        )
         results: list[StepResult] = [StepResult(None, None) for _ in batches]
         comparing = factors is None
 
-        def forward(index: int, received: list[Tensor]) -> list[Tensor]:
+        def forward(action: Action, received: list[Tensor]) -> list[Tensor]:
+            live, index = self._live[action.stage], action.microbatch
             seeded, context = self._seeded(0 if comparing else index), self._strategy.precision.forward_context()
-            with seeded, context, captured_logs(self._module) as logged:
-                sent, output = self._live.run(received, lambda: step(batches[index], *args, **kwargs))
-            if self._live.is_last:
+            counted = nullcontext() if live.is_last or len(self._live) == 1 else self._metrics.unchanged()
+            with seeded, context, counted, captured_logs(self._module) as logged:
+                sent, output = live.run(received, lambda: step(batches[index], *args, **kwargs))
+            if live.is_last:
                 loss = loss_of(output) if output is not None and (not comparing or _has_loss(output)) else None
                 results[index] = StepResult(loss, output, logged)
             return sent
 
-        def backward(index: int, outputs: list[Tensor], gradients: list[Tensor] | None) -> None:
+        def backward(
+            action: Action, outputs: list[Tensor], gradients: list[Tensor] | None, inputs: list[Tensor]
+        ) -> Callable[[], None] | None:
             assert factors is not None
             if gradients is not None:
-                run_backward(outputs, gradients)
-                return
-            loss = results[index].loss
-            if loss is not None and factors[index]:
-                self._module.backward(loss * factors[index])
-            results[index].loss = None if loss is None else loss.detach()
+                outputs, gradients = differentiable(outputs, gradients)
+            else:
+                result, factor = results[action.microbatch], factors[action.microbatch]
+                results[action.microbatch] = _detached(result)
+                outputs = [result.loss * factor] if result.loss is not None and factor else []
+            if action.kind == "I":
+                return backward_of_inputs(outputs, gradients, inputs)
+            if gradients is not None:
+                torch.autograd.backward(outputs, gradients)
+            for loss in outputs if gradients is None else ():
+                self._module.backward(loss)
+            return None
 
-        execute(schedule.ranks[self.stage], io, forward, backward)
+        exchange = Exchange(schedule, self.stage, self._ranks, self._group, metas)
+        execute(schedule, self.stage, exchange, forward, backward)
         return self._share(results)
+
+    def fitting(self, microbatches: int) -> int:
+        """The largest number of micro-batches up to this one that the schedule can have."""
+        name = self._config.schedule
+        count = legal_microbatches(name, len(self._ranks), microbatches)
+        if count != microbatches and not self._told_count:
+            self._told_count = True
+            rank_zero_info(
+                f"lightning_effi: pipeline={name!r} on {len(self._ranks)} ranks cannot have {microbatches}"
+                f" micro-batches; batches are cut into {count}"
+            )
+        return count
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        return make_schedule(self._config.schedule, len(self._ranks), microbatches, self._config.virtual_stages)
 
     def _share(self, results: list[StepResult]) -> list[StepResult]:
         """The last stage's results on every rank, so that all log, return and decide the same."""
-        last = len(self._ranks) - 1
+        last = self._placement[-1]
         message: list[Any] = [None]
         if self.stage == last:
             message = [[self._metrics.portable(_detached(result)) for result in results]]
@@ -263,8 +306,8 @@ class PipelineRunner:
             _seed_all(self._number)
             yield
 
-    def _draw_differently(self) -> None:
-        _seed_all((*self._number, self.stage))
+    def _draw_differently(self, stage: int) -> None:
+        _seed_all((*self._number, stage))
 
     @contextmanager
     def _comparably(self) -> Iterator[None]:
@@ -276,6 +319,15 @@ class PipelineRunner:
         module = self._strategy.lightning_module
         assert module is not None
         return module
+
+
+def _refuse_own_backward(module: Any, schedule: str) -> None:
+    """``zb1p`` and ``zbv`` run the two halves of a backward at different times, and a method has only one."""
+    if schedule in ("zb1p", "zbv") and is_overridden("backward", module):
+        raise ValueError(
+            f"pipeline={schedule!r} takes backwards apart, and {type(module).__name__} has a backward() of its own. Use"
+            " pipeline='1f1b' or 'interleaved', or leave backward() out"
+        )
 
 
 def _structure(trace: Trace) -> Any:

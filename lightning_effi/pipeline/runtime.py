@@ -1,132 +1,88 @@
-"""Executing a schedule: forwards, backwards and the messages between stages."""
+"""Executing a schedule: this rank's actions one after the other, with the messages between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_effi.pipeline.intercept import TensorMeta
-from lightning_effi.pipeline.schedule import Action
+from lightning_effi.pipeline.exchange import Exchange
+from lightning_effi.pipeline.schedule import Action, Schedule
+from lightning_effi.pipeline.timeline import timeline_of
 
-Forward = Callable[[int, list[Tensor]], list[Tensor]]
-"""``forward(microbatch, received) -> sent``"""
-Backward = Callable[[int, list[Tensor], list[Tensor] | None], None]
-"""``backward(microbatch, outputs, gradients)``; ``None``: the last stage, which starts from its loss."""
-
-
-class _Message(NamedTuple):
-    buffers: list[Tensor]
-    works: list[Any]
+Forward = Callable[[Action, list[Tensor]], list[Tensor]]
+"""``forward(action, received) -> sent``"""
+Backward = Callable[[Action, list[Tensor], list[Tensor] | None, list[Tensor]], Callable[[], None] | None]
+"""``backward(action, outputs, gradients, inputs)``; gradients are ``None`` on the last stage, which starts from its
+loss. For an action ``I`` it returns what is left for the action ``W``."""
 
 
-@dataclass
-class StageIO:
-    """Where a stage stands in its pipeline.
-
-    Attributes:
-        stage: index of this rank's stage.
-        ranks: global ranks of all stages.
-        group: process group of the pipeline.
-        inputs: for each micro-batch, what this stage receives.
-        outputs: for each micro-batch, what it sends.
-    """
-
-    stage: int
-    ranks: Sequence[int]
-    group: dist.ProcessGroup
-    inputs: Sequence[Sequence[TensorMeta]]
-    outputs: Sequence[Sequence[TensorMeta]]
-    _sent: list[tuple[Any, Tensor]] = field(default_factory=list)
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == len(self.ranks) - 1
-
-    def post(self, action: Action) -> _Message | None:
-        """Start receiving what ``action`` needs; ``None`` where it needs nothing."""
-        forward = action.kind == "F"
-        if (forward and self.is_first) or (not forward and self.is_last):
-            return None
-        metas = self.inputs[action.microbatch] if forward else _differentiable(self.outputs[action.microbatch])
-        source = self.ranks[self.stage - 1 if forward else self.stage + 1]
-        buffers = [torch.empty(meta.shape, dtype=meta.dtype, device=meta.device) for meta in metas]
-        return _Message(buffers, [dist.irecv(buffer, source, group=self.group) for buffer in buffers])
-
-    def send(self, tensors: Sequence[Tensor], action: Action) -> None:
-        """Send a forward's outputs on, or a backward's input gradients back, without waiting."""
-        target = self.ranks[self.stage + 1 if action.kind == "F" else self.stage - 1]
-        for tensor in tensors:
-            message = tensor.detach().contiguous()
-            self._sent.append((dist.isend(message, target, group=self.group), message))
-
-    def wait_for_sends(self) -> None:
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
+def execute(schedule: Schedule, rank: int, exchange: Exchange, forward: Forward, backward: Backward) -> None:
+    """Run the actions of ``rank``."""
+    spans = timeline_of(schedule).ranks[rank]
+    run = _Run(exchange, forward, backward, with_backward=any(span.action.kind != "F" for span in spans))
+    for span in spans:
+        exchange.free(span.start)
+        run(span.action)
+    exchange.free(float("inf"))
 
 
-def execute(actions: Sequence[Action], io: StageIO, forward: Forward, backward: Backward) -> None:
-    """Run this rank's actions; the next action's messages are under way while one is computed."""
-    with_backward = any(action.kind == "B" for action in actions)
-    inputs: dict[int, list[Tensor]] = {}
-    outputs: dict[int, list[Tensor]] = {}
-    posted = [io.post(action) for action in actions[:1]]
-    for number, action in enumerate(actions):
-        posted += [io.post(following) for following in actions[number + 1 : number + 2]]
-        received = _wait(posted[number])
-        posted[number] = None
-        index = action.microbatch
+class _Run:
+    def __init__(self, exchange: Exchange, forward: Forward, backward: Backward, with_backward: bool) -> None:
+        self._exchange, self._forward_of, self._backward_of = exchange, forward, backward
+        self._with_backward = with_backward
+        self._kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._put_off: dict[tuple[int, int], Callable[[], None] | None] = {}
+
+    def __call__(self, action: Action) -> None:
         if action.kind == "F":
-            if with_backward:
-                received = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in received]
-            # a block may work in place on what it is given, which a leaf that needs a gradient does not allow
-            sent = forward(index, [t.view_as(t) if t.requires_grad else t for t in received])
-            _check(sent, io.outputs[index], io.stage)
-            if not io.is_last:
-                io.send(sent, action)
-            if with_backward:
-                inputs[index], outputs[index] = received, sent
+            self._forward(action)
+        elif action.kind == "W":
+            self._finish(action)
         else:
-            backward(index, outputs.pop(index), None if io.is_last else received)
-            leaves = [leaf for leaf in inputs.pop(index) if leaf.requires_grad]
-            if not io.is_first:
-                io.send([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves], action)
-    io.wait_for_sends()
+            self._backward(action)
+
+    def _forward(self, action: Action) -> None:
+        received = self._exchange.take(action) or []
+        leaves: list[Tensor] = []
+        if self._with_backward:
+            leaves = [_leaf(tensor) for tensor in received if tensor.is_floating_point()]
+            entries = iter(leaves)
+            received = [_Enter.apply(next(entries), t) if t.is_floating_point() else t for t in received]
+        sent = self._forward_of(action, received)
+        self._exchange.give(action, sent)
+        if self._with_backward:
+            self._kept[action.stage, action.microbatch] = leaves, sent
+
+    def _backward(self, action: Action) -> None:
+        leaves, outputs = self._kept.pop((action.stage, action.microbatch))
+        later = self._backward_of(action, outputs, self._exchange.take(action), leaves)
+        if action.kind == "I":
+            self._put_off[action.stage, action.microbatch] = later
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        self._exchange.give(action, gradients)
+
+    def _finish(self, action: Action) -> None:
+        later = self._put_off.pop((action.stage, action.microbatch))
+        if later is not None:
+            later()
 
 
-def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Backward of what was sent: gradients come for its floating-point tensors, in their order."""
-    floating = [tensor for tensor in outputs if tensor.is_floating_point()]
-    pairs = [(t, g) for t, g in zip(floating, gradients, strict=True) if t.requires_grad]
-    if pairs:
-        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+def _leaf(tensor: Tensor) -> Tensor:
+    """Where the gradient of a received tensor arrives; takes no memory itself."""
+    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
 
 
-def _differentiable(metas: Sequence[TensorMeta]) -> list[TensorMeta]:
-    return [meta for meta in metas if meta.dtype.is_floating_point]
+class _Enter(torch.autograd.Function):
+    """A received tensor becomes part of the graph, not as a view of a leaf, on which no block could work in place."""
 
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, received: Tensor) -> Tensor:
+        ctx.mark_dirty(received)
+        return received
 
-def _wait(message: _Message | None) -> list[Tensor]:
-    if message is None:
-        return []
-    for work in message.works:
-        work.wait()
-    return message.buffers
-
-
-def _check(sent: Sequence[Tensor], metas: Sequence[TensorMeta], stage: int) -> None:
-    for tensor, meta in zip(sent, metas, strict=True):
-        if tuple(tensor.shape) != meta.shape or tensor.dtype != meta.dtype:
-            raise RuntimeError(
-                f"pipeline: stage {stage} sends a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, and was"
-                f" traced to send {meta.shape} and {meta.dtype}"
-            )
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None

@@ -1,23 +1,27 @@
-"""Schedules as values: what each rank of a pipeline does in which order, and the timeline that follows.
+"""Schedules as values: which rank holds which stages, and what it does in which order.
 
-Nothing here runs anything. A schedule is a list of actions per rank; a timeline gives each action the earliest time at
-which its inputs are there, so that bubbles can be seen, counted and drawn before a run.
+Nothing here runs anything. ``gpipe`` and ``1f1b`` are written out below; the orders of the others are those of torch's
+schedule generators (through ``_compat``), of which nothing else is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B"]
-DURATIONS: Mapping[str, float] = {"F": 1.0, "B": 2.0}
-"""A backward computes two gradients for each product of a forward."""
+from lightning_effi import _compat, config
+
+Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """Forward (``F``) or backward (``B``) of one micro-batch on one stage."""
+    """What a stage does with one micro-batch.
+
+    ``F``: forward. ``B``: backward. ``I`` and ``W``: its two halves, the gradients of what the stage received, for
+    which the stage before waits, and the gradients of its parameters, for which nobody waits.
+    """
 
     kind: Kind
     stage: int
@@ -26,45 +30,136 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch}"
 
+    @property
+    def frees(self) -> bool:
+        """Whether the micro-batch's activations are not needed any more."""
+        return self.kind in ("B", "W")
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each rank, in order. ``ranks[r]`` belongs to rank ``r``, which holds stage ``r``."""
+    """The actions of each rank, in order."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        held = {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+        return tuple(held[stage] for stage in range(len(held)))
 
     @property
     def microbatches(self) -> int:
         return 1 + max(action.microbatch for action in self.ranks[0])
 
-    def forward_only(self) -> Schedule:
-        """The same order without backwards, for evaluation."""
-        return Schedule(self.name, tuple(tuple(a for a in actions if a.kind == "F") for actions in self.ranks))
+    def inputs(self, action: Action) -> list[Action]:
+        """What must be done before, here or on another rank."""
+        _, stage, microbatch = action
+        if action.kind == "F":
+            return [Action("F", stage - 1, microbatch)] if stage else []
+        if action.kind == "W":
+            return [Action("I", stage, microbatch)]
+        own = Action("F", stage, microbatch)
+        return [own, Action(action.kind, stage + 1, microbatch)] if stage + 1 < len(self.placement) else [own]
 
     def live_activations(self) -> list[int]:
-        """The most micro-batches whose activations each rank keeps at once."""
+        """The most activations that each rank keeps at once, in those of one micro-batch in one stage."""
         peaks = []
         for actions in self.ranks:
             live = peak = 0
             for action in actions:
-                live += 1 if action.kind == "F" else -1
+                live += (action.kind == "F") - action.frees
                 peak = max(peak, live)
             peaks.append(peak)
         return peaks
 
 
-def make_schedule(name: str, stages: int, microbatches: int) -> Schedule:
-    """The schedule ``name`` of ``stages`` ranks for any number of micro-batches.
+def place_stages(name: config.Schedule, ranks: int, virtual_stages: int | None = None) -> tuple[int, ...]:
+    """The rank of each stage: round after round, or for ``zbv`` down and up again."""
+    one_way = range(ranks)
+    if name == "zbv":
+        return (*one_way, *reversed(one_way))
+    return (*one_way,) * config.Pipeline(name, virtual_stages).stages_per_rank
 
-    ``gpipe`` runs all forwards, then all backwards (arXiv:1811.06965). ``1f1b`` lets stage ``s`` run ``p - s`` forwards
-    and then alternate, so that it keeps at most ``p - s`` micro-batches' activations (arXiv:1806.03377).
+
+def legal_microbatches(name: config.Schedule, ranks: int, microbatches: int) -> int:
+    """The largest number of micro-batches up to ``microbatches`` that the schedule can have.
+
+    ``interleaved`` and ``zb1p`` work in rounds of equal size, of at least one micro-batch per rank.
     """
-    orders = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
-    return Schedule(name, tuple(orders[name](stage, stages, microbatches) for stage in range(stages)))
+    if name not in ("interleaved", "zb1p"):
+        return microbatches
+    return next(m for m in range(microbatches, 0, -1) if m % max(1, m // ranks) == 0)
 
 
-def _gpipe(stage: int, _stages: int, microbatches: int) -> tuple[Action, ...]:
+@lru_cache(maxsize=64)
+def make_schedule(name: config.Schedule, ranks: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
+    """The schedule ``name`` of a pipeline of ``ranks`` ranks.
+
+    * ``gpipe``: all forwards, then all backwards (arXiv:1811.06965).
+    * ``1f1b``: rank ``r`` runs ``p - r`` forwards and then alternates, so that it keeps the activations of at most
+      ``p - r`` micro-batches (arXiv:1806.03377).
+    * ``interleaved``: several stages per rank, which makes the bubble smaller by their number (arXiv:2104.04473).
+    * ``zb1p``: ``1f1b`` with split backwards; gradients of parameters fill the bubble (arXiv:2401.10241).
+    * ``zbv``: the same with two stages per rank in the form of a V, the first and the last on rank 0 (its section 6).
+
+    Args:
+        name: see above.
+        ranks: of the pipeline.
+        microbatches: pieces of a batch.
+        virtual_stages: stages per rank; ``None``: the schedule's default.
+
+    Raises:
+        ValueError: where the schedule cannot have as many micro-batches (see :func:`legal_microbatches`) or stages.
+    """
+    count = config.Pipeline(name, virtual_stages).stages_per_rank
+    if (legal := legal_microbatches(name, ranks, microbatches)) != microbatches:
+        raise ValueError(f"{name!r} on {ranks} ranks cannot have {microbatches} micro-batches. Use {legal}")
+    if name == "gpipe":
+        return Schedule(name, tuple(_gpipe(rank, microbatches) for rank in range(ranks)))
+    if name == "1f1b":
+        orders = (_one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks))
+        return Schedule(name, tuple(orders))
+    generated = _compat.pipeline_order(name, ranks, count, microbatches)
+    return Schedule(name, tuple(tuple(Action(*action) for action in actions) for actions in generated))
+
+
+@lru_cache(maxsize=64)
+def forward_schedule(placement: Sequence[int], microbatches: int) -> Schedule:
+    """Forwards alone, for evaluation: each rank takes its stages one after the other."""
+    return Schedule(
+        "forward",
+        tuple(
+            tuple(
+                Action("F", stage, microbatch)
+                for stage, holder in enumerate(placement)
+                if holder == rank
+                for microbatch in range(microbatches)
+            )
+            for rank in range(1 + max(placement))
+        ),
+    )
+
+
+def activation_bound(
+    name: config.Schedule, ranks: int, microbatches: int, virtual_stages: int | None = None
+) -> list[int]:
+    """What :meth:`Schedule.live_activations` may be at most for each rank, by the papers' formulas."""
+    count = config.Pipeline(name, virtual_stages).stages_per_rank
+    most = count * microbatches
+    round_size = microbatches // max(1, microbatches // ranks)
+    bounds = {
+        "gpipe": lambda rank: most,
+        "1f1b": lambda rank: ranks - rank,
+        "interleaved": lambda rank: (count - 1) * round_size + 2 * (ranks - 1 - rank) + 1,
+        "zb1p": lambda rank: count * max(ranks, round_size),
+        "zbv": lambda rank: 2 * ranks,
+    }
+    return [min(most, bounds[name](rank)) for rank in range(ranks)]
+
+
+def _gpipe(stage: int, microbatches: int) -> tuple[Action, ...]:
     forwards = [Action("F", stage, i) for i in range(microbatches)]
     return (*forwards, *(Action("B", stage, i) for i in range(microbatches)))
 
@@ -77,106 +172,3 @@ def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> tup
         if ahead + i < microbatches:
             actions.append(Action("F", stage, ahead + i))
     return tuple(actions)
-
-
-class Span(NamedTuple):
-    """An action with its time."""
-
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A schedule in time. ``print(timeline)`` draws a row per rank; :meth:`save` draws it as a picture."""
-
-    name: str
-    ranks: tuple[tuple[Span, ...], ...]
-
-    @classmethod
-    def of(cls, schedule: Schedule, durations: Mapping[str, float] = DURATIONS) -> Timeline:
-        """Every action as early as its rank is free and its inputs have arrived (messages take no time).
-
-        Raises:
-            ValueError: where ranks would wait for each other for ever.
-        """
-        done: dict[Action, float] = {}
-        spans: list[list[Span]] = [[] for _ in schedule.ranks]
-        last = len(schedule.ranks) - 1
-        while any(len(found) < len(actions) for found, actions in zip(spans, schedule.ranks, strict=True)):
-            progress = False
-            for found, actions in zip(spans, schedule.ranks, strict=True):
-                while len(found) < len(actions):
-                    action = actions[len(found)]
-                    inputs = _inputs(action, last)
-                    if any(needed not in done for needed in inputs):
-                        break
-                    start = max([found[-1].end if found else 0.0, *(done[needed] for needed in inputs)])
-                    done[action] = start + durations[action.kind]
-                    found.append(Span(action, start, done[action]))
-                    progress = True
-            if not progress:
-                raise ValueError(f"schedule {schedule.name!r}: the ranks wait for each other")
-        return cls(schedule.name, tuple(tuple(found) for found in spans))
-
-    @property
-    def makespan(self) -> float:
-        return max(span.end for spans in self.ranks for span in spans)
-
-    @property
-    def bubble(self) -> float:
-        """The fraction of time in which ranks wait; ``(p - 1) / (m + p - 1)`` for ``gpipe`` and ``1f1b``."""
-        busy = sum(span.end - span.start for spans in self.ranks for span in spans)
-        return 1.0 - busy / (self.makespan * len(self.ranks))
-
-    def describe(self) -> str:
-        """``1f1b, 8 micro-batches, bubble 27%``."""
-        count = 1 + max(span.action.microbatch for span in self.ranks[0])
-        return f"{self.name}, {count} micro-batches, bubble {self.bubble:.0%}"
-
-    def __str__(self) -> str:
-        """One row per rank; a forward takes one cell, a backward two, a dot is a unit of waiting."""
-        width = max(len(str(span.action)) for spans in self.ranks for span in spans) + 1
-        rows = [f"{self.describe()}"]
-        for rank, spans in enumerate(self.ranks):
-            cells = ["."] * round(self.makespan)
-            for span in spans:
-                cells[round(span.start)] = str(span.action)
-                for time in range(round(span.start) + 1, round(span.end)):
-                    cells[time] = "="
-            rows.append(f"rank {rank} " + "".join(cell.ljust(width) for cell in cells).rstrip())
-        return "\n".join(rows)
-
-    def save(self, path: str | Path) -> None:
-        """Draw the timeline as an image; the file name's ending says which kind. Needs matplotlib."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(max(6.0, self.makespan / 3), 0.8 + 0.5 * len(self.ranks)), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        for rank, spans in enumerate(self.ranks):
-            for span in spans:
-                self._draw(axes, rank, span)
-        axes.set_title(f"{self.describe()}: {len(self.ranks)} stages", fontsize=10)
-        axes.set_yticks(range(len(self.ranks)), [f"rank {rank}" for rank in range(len(self.ranks))])
-        axes.set_xlim(0, self.makespan)
-        axes.invert_yaxis()
-        axes.set_xlabel("time (one forward of a stage = 1)")
-        figure.savefig(path, dpi=120)
-
-    @staticmethod
-    def _draw(axes: Any, rank: int, span: Span) -> None:
-        color = {"F": "#7aa6d8", "B": "#e3a15f"}[span.action.kind]
-        axes.barh(rank, span.end - span.start, left=span.start, height=0.8, color=color, edgecolor="white")
-        middle = (span.start + span.end) / 2
-        axes.text(middle, rank, str(span.action.microbatch), ha="center", va="center", fontsize=8)
-
-
-def _inputs(action: Action, last: int) -> Sequence[Action]:
-    """What must be done before: the forward of the stage before, or the backward of the stage behind."""
-    if action.kind == "F":
-        return [Action("F", action.stage - 1, action.microbatch)] if action.stage else []
-    own = Action("F", action.stage, action.microbatch)
-    return [own, Action("B", action.stage + 1, action.microbatch)] if action.stage < last else [own]

@@ -42,7 +42,7 @@ class StageParameters:
         self._ranks = dist.get_process_group_ranks(group)
         self.names = [name for name, _ in module.named_parameters()]
         self._shapes = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in module.named_parameters()}
-        self._first_holder = {name: s for s, each in reversed(list(enumerate(plan.stages))) for name in each.parameters}
+        self._first_holder = {name: s for s, each in reversed(list(enumerate(plan.ranks))) for name in each.parameters}
         self.state_keys = list(module.state_dict())
         self._places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.names}
         by_id = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -51,9 +51,9 @@ class StageParameters:
                 if parameter is not None:
                     self._places[by_id[id(parameter)]].append((submodule, key))
         # a parameter that the traced step did not use is held by everybody, so that hooks and other steps find it
-        mine = {*plan.stages[stage].parameters, *(name for name in self.names if name not in self._first_holder)}
+        mine = {*plan.ranks[stage].parameters, *(name for name in self.names if name not in self._first_holder)}
         self.local = {name: p for name, p in module.named_parameters() if name in mine}
-        self.shared = {name: held for name, held in plan.shared if stage in held}
+        self.shared = {name: held for name, held in plan.shared_by_ranks if stage in held}
         self._shared_groups = self._make_groups(plan, pipelines)
         self._counted = {id(p) for name, p in self.local.items() if self._first_holder.get(name, 0) == stage}
         self._let_go: list[tuple[Tensor, str]] = []
@@ -128,7 +128,7 @@ class StageParameters:
     ) -> dict[tuple[int, ...], tuple[Any, list[str]]]:
         """One group for each set of stages that share parameters; every rank of the run makes all of them."""
         by_holders: dict[tuple[int, ...], list[str]] = {}
-        for name, held in plan.shared:
+        for name, held in plan.shared_by_ranks:
             by_holders.setdefault(held, []).append(name)
         groups: dict[tuple[int, ...], tuple[Any, list[str]]] = {}
         for held, names in by_holders.items():

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 class Runner(Protocol):
     """Carries out the micro-batches of one step."""
 
+    def fitting(self, microbatches: int) -> int: ...
+
     def prepare(self, piece: Piece, args: Sequence[Any], microbatches: int) -> None: ...
 
     def train(
@@ -101,9 +103,14 @@ class MicrobatchedStep:
     def _cut(self, batch: Any) -> tuple[int, list[Piece]]:
         if self._splitter is not None:
             pieces, start = [], 0
-            for data in self._splitter(batch, self._count):
+            for data in self._splitter(batch, self._runner.fitting(self._count)):
                 pieces.append(Piece(data, start, start + count_rows(data).count))
                 start = pieces[-1].stop
+            if (count := self._runner.fitting(len(pieces))) != len(pieces):
+                raise ValueError(
+                    f"microbatches: the splitter gave {len(pieces)} pieces, which the pipeline's schedule cannot have;"
+                    f" {count} would do. Use pipeline='1f1b', or another number of pieces"
+                )
             return start, pieces
         try:
             rows = count_rows(batch)
@@ -121,7 +128,7 @@ class MicrobatchedStep:
         count = min(self._count, rows.count)
         if self._agreement is not None:  # ranks talk to each other in each piece, so all cut alike
             count = self._agreement.least(count)
-        return rows.count, split(batch, rows.count, count)
+        return rows.count, split(batch, rows.count, self._runner.fitting(count))
 
     def _probe(self, piece: Piece) -> None:
         """A step that keeps state would change it once a micro-batch.

@@ -29,6 +29,10 @@ class SequentialRunner:
     def prepare(self, piece: Piece, args: Sequence[Any], microbatches: int) -> None:
         """The module runs as it is."""
 
+    def fitting(self, microbatches: int) -> int:
+        """Any number will do."""
+        return microbatches
+
     def train(
         self, pieces: Sequence[Piece], weights: Sequence[float], scale: float, args: Sequence[Any]
     ) -> list[StepResult]:

@@ -142,13 +142,15 @@ def merge(records: list[RankRecord]) -> TrainingRecord:
         for key in ("learning_rates", "global_step"):
             ours, theirs = getattr(record, key), getattr(first, key)
             assert ours == theirs, f"{key} is {ours} on rank {rank}, {theirs} on rank 0"
+    # ranks of a pipeline may hold stages from all over the module; before it was split they held all of it, in order
+    order = {name: place for place, name in enumerate(first.parameters[0])} if first.parameters else {}
     in_order = [streams[data_parallel_rank] for data_parallel_rank in sorted(streams)]
     gradients = [
-        assemble([record.gradients[k] for record in records], f"gradients of step {k + 1}")
+        _ordered(assemble([record.gradients[k] for record in records], f"gradients of step {k + 1}"), order)
         for k in range(len(first.gradients))
     ]
     parameters = [
-        assemble([record.parameters[k] for record in records], f"parameters after step {k}")
+        _ordered(assemble([record.parameters[k] for record in records], f"parameters after step {k}"), order)
         for k in range(len(first.parameters))
     ]
     return TrainingRecord(
@@ -161,6 +163,10 @@ def merge(records: list[RankRecord]) -> TrainingRecord:
         global_step=first.global_step,
         observations=[record.observations for record in records],
     )
+
+
+def _ordered(tensors: Tensors, order: Mapping[str, int]) -> Tensors:
+    return {name: tensors[name] for name in sorted(tensors, key=order.__getitem__)}
 
 
 def _same(a: list[float], b: list[float]) -> bool:

@@ -37,14 +37,14 @@ class LanguageModel(ExampleModule):
         return self.model(**batch).loss
 
 
-def llama_model() -> LlamaForCausalLM:
+def llama_model(blocks: int = 4) -> LlamaForCausalLM:
     """Rotary positions, RMSNorm, gated MLP, 4 heads on 2 key/value heads, untied head."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=32,
             intermediate_size=48,
-            num_hidden_layers=4,
+            num_hidden_layers=blocks,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=LENGTH,
@@ -54,8 +54,8 @@ def llama_model() -> LlamaForCausalLM:
     )
 
 
-def llama(**settings: Any) -> LanguageModel:
-    return LanguageModel(llama_model(), **settings)
+def llama(blocks: int = 4, **settings: Any) -> LanguageModel:
+    return LanguageModel(llama_model(blocks), **settings)
 
 
 def gpt2(**settings: Any) -> LanguageModel:
@@ -77,12 +77,12 @@ def gpt2(**settings: Any) -> LanguageModel:
     return LanguageModel(GPT2LMHeadModel(config), **settings)
 
 
-def bert(**settings: Any) -> LanguageModel:
+def bert(blocks: int = 4, **settings: Any) -> LanguageModel:
     """Masked language model with token types, padding and a tied decoder."""
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=blocks,
         num_attention_heads=4,
         intermediate_size=64,
         max_position_embeddings=LENGTH,

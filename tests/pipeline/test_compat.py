@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 
@@ -26,3 +27,12 @@ def test_process_that_was_not_seeded_is_known(monkeypatch) -> None:
     torch.manual_seed(6)
     assert not _compat.is_seeded()
     monkeypatch.delenv("PL_GLOBAL_SEED")
+
+
+@pytest.mark.parametrize(("name", "stages", "kinds"), [("interleaved", 2, "BF"), ("zb1p", 1, "FIW"), ("zbv", 2, "FIW")])
+def test_order_of_a_pipeline(name: str, stages: int, kinds: str) -> None:
+    orders = _compat.pipeline_order(name, 2, stages, 4)
+    assert len(orders) == 2
+    for actions in orders:
+        assert {kind for kind, _, _ in actions} == set(kinds)
+        assert len(set(actions)) == len(actions) == len(kinds) * stages * 4

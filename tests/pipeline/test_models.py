@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from tests.harness import Training, train_and_assert_parity
 from tests.models.hugging_face import LanguageModel, causal_batches
+from tests.pipeline.test_parity import over
 
 VOCABULARY, LENGTH = 23, 10
 COMMON = {
@@ -68,18 +69,27 @@ def data(name: str, count: int) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", ["qwen3", "t5", "vit", "gemma2", "mixtral", "llama-cache"])
-def test_gradients_equal_single_process(name: str, stages: int) -> None:
-    # T5 has no scaled initialisation: with long steps it diverges
-    rate = 0.01 if name == "t5" else None
-    strategy = {"pipeline_parallel_size": stages}
-    train_and_assert_parity(
-        Training(
-            partial(model, name),
-            partial(data, name),
-            strategy=strategy,
-            world_size=stages,
-            learning_rate=rate,
-        )
+NAMES = ("qwen3", "t5", "vit", "gemma2", "mixtral", "llama-cache")
+CHOSEN = {("qwen3", "zbv"), ("t5", "zbv"), ("t5", "1f1b"), ("vit", "zb1p"), ("gemma2", "1f1b"), ("mixtral", "zb1p"),
+          ("llama-cache", "interleaved")}  # fmt: skip
+
+
+def training(name: str, stages: int, schedule: str) -> Training:
+    return Training(
+        partial(model, name),
+        partial(data, name),
+        strategy={"pipeline_parallel_size": stages, "pipeline": schedule},
+        world_size=stages,
+        # T5 has no scaled initialisation: with long steps it diverges
+        learning_rate=0.01 if name == "t5" else None,
     )
+
+
+@over(NAMES, CHOSEN)
+def test_gradients_equal_single_process(name: str, schedule: str) -> None:
+    train_and_assert_parity(training(name, 2, schedule))
+
+
+@pytest.mark.parametrize("name", ["t5", *(pytest.param(n, marks=pytest.mark.full) for n in NAMES if n != "t5")])
+def test_four_stages(name: str) -> None:
+    train_and_assert_parity(training(name, 4, "1f1b"))

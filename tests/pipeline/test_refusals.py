@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_effi import EffiStrategy
 from tests.harness import Training, WorkerError, run, train_and_assert_parity
 from tests.models.gpt import GPT, batches
 
@@ -147,9 +146,3 @@ def test_batches_of_changing_lengths() -> None:
 def changing_lengths(count: int) -> list[Tensor]:
     lengths = (7, 5, 10, 4)
     return [batch[: 3 + index % 3, : lengths[index % 4]] for index, batch in enumerate(batches(count, rows=6))]
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "zb1p", "zbv"])
-def test_schedules_that_are_not_carried_out(schedule: str) -> None:
-    with pytest.raises(ValueError, match="use '1f1b' or 'gpipe'"):
-        EffiStrategy(pipeline_parallel_size=2, pipeline=schedule)  # type: ignore[arg-type]
