@@ -185,10 +185,6 @@ class EffiConfig:
         if self.pipeline.virtual_stages not in (None, 1):
             asked.append(f"pipeline with virtual_stages={self.pipeline.virtual_stages} (use None)")
         if self.pipeline_parallel_size > 1:
-            if self.checkpoints.format == "sharded":
-                asked.append("checkpoints='sharded' with pipeline_parallel_size > 1 (use 'full')")
-            if self.verify is True:
-                asked.append("verify=True with pipeline_parallel_size > 1 (use 'auto', which compares the loss)")
             if self.tensor_parallel_size > 1:
                 asked.append("pipeline_parallel_size > 1 with tensor_parallel_size > 1 (set one of them to 1)")
         elif self.tensor_parallel_size > 1 and self.microbatches.count not in ("auto", 1):

@@ -171,12 +171,12 @@ class EffiStrategy(MeshStrategy):
     def plan(self) -> Plan:
         """What is sharded how, and the bytes per rank; known once the module has been set up.
 
-        With tensor parallelism that is in the first step, which shows what the blocks are called with.
+        With tensor parallelism and pipelines that is in the first step, which shows what the blocks are called with.
         """
         if (plan := self.assembly.plan) is None:
             raise RuntimeError(
                 "strategy.plan is known once the module has been set up (from on_fit_start on, with tensor parallelism"
-                " from the end of the first step on)"
+                " and pipelines from the end of the first step on)"
             )
         return plan
 
@@ -327,7 +327,7 @@ class EffiStrategy(MeshStrategy):
     @override
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        self._signals.install(self.lightning_module.trainer, self.control_group)
+        self._signals.install(self.lightning_module.trainer, self.run_control_group)
 
     # -- evaluation and data -----------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, same_randomness
 from lightning_effi.inspect.parameters import describe_parameters
 from lightning_effi.inspect.trunk import find_trunk
-from lightning_effi.pipeline.intercept import Interception, TensorMeta, signature
+from lightning_effi.pipeline.engine import PipelineEngine
+from lightning_effi.pipeline.intercept import Interception, TensorMeta
 from lightning_effi.pipeline.metrics import MetricSync
 from lightning_effi.pipeline.plan import PipelinePlan, plan_stages
 from lightning_effi.pipeline.runtime import StageIO, execute, run_backward
@@ -24,7 +26,7 @@ from lightning_effi.pipeline.stage import LiveStage
 from lightning_effi.pipeline.stages import StageParameters
 from lightning_effi.pipeline.trace import Trace, trace_step
 from lightning_effi.step.logs import StepResult, captured_logs
-from lightning_effi.step.split import Piece
+from lightning_effi.step.split import Piece, shapes, tensors
 from lightning_effi.step.state import changed_by
 
 if TYPE_CHECKING:
@@ -69,12 +71,14 @@ class PipelineRunner:
             return
         self._refuse_different_batches(piece.data)
         module, config = self._module, self._strategy.config.pipeline
-        with restored(module):
+        with self._strategy.precision.computing(module), restored(module):
             expected = self._whole_loss(piece, args)
         self._trunk = trunk = find_trunk(module)
-        self._interception = Interception(module, trunk.blocks, trunk.units)
+        with self._strategy.precision.computing(module):
+            self._interception = Interception(module, trunk.blocks, trunk.units)
         try:
-            trace = self._trace(module.training_step, piece.data, args)
+            with self._strategy.precision.computing(module):
+                trace = self._trace(module.training_step, piece.data, args)
             parameters = _parameters_below(module, (*trunk.blocks, *trunk.units))
             numels = {info.name: info.numel for info in describe_parameters(module)}
             sizes = len(self._ranks) if config.split == "auto" else config.split
@@ -90,8 +94,8 @@ class PipelineRunner:
         self._interception.elsewhere = frozenset({*trunk.blocks, *trunk.units} - mine)
         self.optimizer_names = self.stages.leave_to_optimizers(self._strategy.optimizers)
         self._live = LiveStage(self.plan, self.stage, self._interception, self._draw_differently)
+        self._strategy.assembly.on_split(self.plan, self.plan.stages[self.stage])
         self._refuse_another_loss(piece, args, expected)
-        self._strategy.assembly.on_split(self.plan)
 
     def make_whole(self) -> None:
         """Every rank holds the whole module again, as an ordinary one."""
@@ -103,8 +107,6 @@ class PipelineRunner:
 
     def _refuse_different_batches(self, batch: Any) -> None:
         """All stages must work on the same batch; a dataset that draws its own random numbers gives them others."""
-        from lightning_effi.step.split import tensors
-
         state = 0
         for tensor in tensors(batch).values():
             state = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), state)
@@ -141,20 +143,24 @@ class PipelineRunner:
         """Forward and backward of all pieces in the order of the schedule; every rank returns the same results."""
         schedule = make_schedule(self._strategy.config.pipeline.schedule, len(self._ranks), len(pieces))
         factors = [weight * scale for weight in weights]
-        results = self._run(schedule, self._module.training_step, [piece.data for piece in pieces], args, factors)
+        data = [piece.data for piece in pieces]
+        results = self._engine.with_parameters(self._run, schedule, self._module.training_step, data, args, factors)
+        self._engine.after_backward()
         self._metrics.follow(len(self._ranks) - 1)
         return results
 
     def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]:
         """Forward of each piece without gradients and dropout, all with the same random numbers."""
+        data = [piece.data for piece in pieces]
         with self._comparably():
-            return self._forward_only(self._module.training_step, [piece.data for piece in pieces], args)
+            return self._engine.with_parameters(self._forward_only, self._module.training_step, data, args)
 
     def changes(self, piece: Piece, args: Sequence[Any]) -> list[str]:
         """What ``training_step`` changes on this stage besides gradients."""
         step = self._module.training_step
+        run = partial(self._forward_only, step, [piece.data], args)
         with self._comparably():
-            return changed_by(self._module, lambda: self._forward_only(step, [piece.data], args))
+            return self._engine.with_parameters(changed_by, self._module, run)
 
     def evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """``validation_step`` and its like: the batch goes through the stages uncut, so that all values are exact."""
@@ -205,11 +211,12 @@ class PipelineRunner:
             assert factors is not None
             if gradients is not None:
                 run_backward(outputs, gradients)
-                return
-            loss = results[index].loss
-            if loss is not None and factors[index]:
-                self._module.backward(loss * factors[index])
-            results[index].loss = None if loss is None else loss.detach()
+            else:
+                loss = results[index].loss
+                if loss is not None and factors[index]:
+                    self._module.backward(loss * factors[index])
+                results[index].loss = None if loss is None else loss.detach()
+            self._engine.after_microbatch()
 
         execute(schedule.ranks[self.stage], io, forward, backward)
         return self._share(results)
@@ -243,7 +250,7 @@ class PipelineRunner:
         self, step: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = {}
     ) -> Trace:
         assert self._interception is not None
-        key = (getattr(step, "__name__", step), signature(batch), torch.is_grad_enabled(), self._module.training)
+        key = (getattr(step, "__name__", step), shapes(batch), torch.is_grad_enabled(), self._module.training)
         if key not in self._traces:
             module = self._module
             with restored(module), captured_logs(module), self._strategy.precision.forward_context():
@@ -270,6 +277,12 @@ class PipelineRunner:
     def _comparably(self) -> Iterator[None]:
         with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
             yield
+
+    @property
+    def _engine(self) -> PipelineEngine:
+        engine = self._strategy.engine
+        assert isinstance(engine, PipelineEngine)
+        return engine
 
     @property
     def _module(self) -> Any:

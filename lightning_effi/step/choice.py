@@ -76,6 +76,12 @@ class WeightChoice:
             )
         return weights
 
+    def uncut(self, batch: Any, pieces: Sequence[Piece]) -> list[tuple[Any, float]]:
+        """What ``training_step`` can be given without being cut, with weights that make up the loss of the batch."""
+        if self._config.splitter is None or self._fixed is None:
+            return [(batch, 1.0)]
+        return [(piece.data, weight) for piece, weight in zip(pieces, self._fixed(pieces), strict=True)]
+
     def _common(self, rules: list[Rule]) -> list[Rule]:
         """Only those that all ranks know, in the first rank's order, since they are ruled out together."""
         if self._agreement is None:

@@ -43,6 +43,14 @@ class Runner(Protocol):
     def changes(self, piece: Piece, args: Sequence[Any]) -> list[str]: ...
 
 
+class Verification(Protocol):
+    """Compares the first batch with a step of the whole module."""
+
+    def expect(self, parts: Sequence[tuple[Any, float]], args: Sequence[Any]) -> None: ...
+
+    def compare(self, pieces: Sequence[Piece], weights: Sequence[float], args: Sequence[Any]) -> None: ...
+
+
 class MicrobatchedStep:
     """Cuts each batch, weights the pieces, and hands Lightning the output of the whole batch.
 
@@ -51,10 +59,19 @@ class MicrobatchedStep:
         runner: how the pieces are run.
         count: pieces per batch; a batch of fewer rows has one a row.
         agreement: among all ranks that run a step together, or ``None``.
+        verification: of the first batch, where it is asked for.
     """
 
-    def __init__(self, strategy: EffiStrategy, runner: Runner, count: int, agreement: Agreement | None) -> None:
+    def __init__(
+        self,
+        strategy: EffiStrategy,
+        runner: Runner,
+        count: int,
+        agreement: Agreement | None,
+        verification: Verification | None = None,
+    ) -> None:
         self._strategy = strategy
+        self._verification = verification
         self._runner = runner
         self._count = count
         self._agreement = agreement
@@ -84,10 +101,15 @@ class MicrobatchedStep:
         assert module is not None
         self._args = args
         rows, pieces = self._cut(batch)
+        if self._verification is not None:
+            self._verification.expect(self._choice.uncut(batch, pieces), args)
         self._runner.prepare(pieces[0], args, len(pieces))
         if not self._probed and (len(pieces) > 1 or self._strategy.layout.pipeline > 1):
             self._probe(pieces[0])
         weights = self._choice.weights(batch, rows, pieces)
+        if self._verification is not None:
+            self._verification.compare(pieces, weights, args)
+            self._verification = None
         window = module.trainer.accumulate_grad_batches
         self._shelf.start(self._strategy, is_first=module.trainer.fit_loop.batch_idx % window == 0)
         results = self._runner.train(pieces, weights, 1.0 / window, args)
@@ -138,10 +160,12 @@ class MicrobatchedStep:
             changed = sorted(set().union(*self._agreement.gather(changed)))
         if changed:
             names = ", ".join(f"'{name}'" for name in changed[:5]) + (" ..." if len(changed) > 5 else "")
+            alone = "pipeline_parallel_size=1 with " if self._strategy.layout.pipeline > 1 else ""
+            elsewhere = ", and only on the stage that runs it" if alone else ""
             raise RuntimeError(
-                f"microbatches={self._count}: training_step changes {names}, and would do so once for each micro-batch."
-                " Use microbatches=1 with accumulate_grad_batches, or change it in a hook such as on_train_batch_start;"
-                " in place of BatchNorm use GroupNorm or LayerNorm, or freeze it with eval()"
+                f"microbatches={self._count}: training_step changes {names}, and would do so once for each micro-batch"
+                f"{elsewhere}. Use {alone}microbatches=1 and accumulate_grad_batches, or change it in a hook such as"
+                " on_train_batch_start; in place of BatchNorm use GroupNorm or LayerNorm, or freeze it with eval()"
             )
 
     def _compare(self, pieces: Sequence[Piece]) -> list[StepResult]:
@@ -228,7 +252,7 @@ class GradientShelf:
         assert self._strategy is not None
         if not self._is_first:
             return
-        self._strategy.engine.keeps_unreduced = True
+        self._strategy.engine.keep_unreduced(True)
         for parameter in self._parameters():
             if parameter.grad is not None:
                 self._kept.append((parameter, parameter.grad))
@@ -236,7 +260,7 @@ class GradientShelf:
 
     def give_back(self) -> None:
         assert self._strategy is not None
-        self._strategy.engine.keeps_unreduced = False
+        self._strategy.engine.keep_unreduced(False)
         for parameter, gradient in self._kept:
             parameter.grad = gradient
         self._kept.clear()

@@ -126,6 +126,26 @@ def test_checkpoints_go_both_ways_between_stages_and_a_single_process(tmp_path: 
     assert_same(run_isolated(fit, None, 1, tmp_path / "stages-plain", 2, checkpoint), reference)
 
 
+SHARDED = {"checkpoints": "sharded"}
+TWO_PIPELINES = {**STAGES, **SHARDED, "zero_stage": 2}
+
+
+def test_directories_of_stages_load_in_any_layout(tmp_path: Path) -> None:
+    run_distributed(fit, 2, STAGES | SHARDED, 2, tmp_path / "stages", 1)
+    checkpoint = str(tmp_path / "stages" / "last.ckpt")
+    reference = run_isolated(fit, None, 1, tmp_path / "reference", 2)
+    assert_same(run_distributed(fit, 2, STAGES, 2, tmp_path / "again", 2, checkpoint)[0], reference)
+    assert_same(run_distributed(fit, 1, {}, 1, tmp_path / "alone", 2, checkpoint)[0], reference)
+
+
+def test_two_pipelines_go_on_from_their_shards(tmp_path: Path) -> None:
+    whole = run_distributed(fit, 4, TWO_PIPELINES, 4, tmp_path / "whole", 2)
+    run_distributed(fit, 4, TWO_PIPELINES, 4, tmp_path / "half", 1)
+    checkpoint = str(tmp_path / "half" / "last.ckpt")
+    for record in run_distributed(fit, 4, STAGES | {"zero_stage": 3}, 4, tmp_path / "more", 2, checkpoint):
+        assert_same(record, whole[0])
+
+
 def predict(strategy: Any, world_size: int) -> tuple[Any, Any, Any]:
     pl.seed_everything(3, verbose=False)
     module = Classifier()
