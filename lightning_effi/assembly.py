@@ -24,7 +24,8 @@ from lightning_effi.sharding.optimizers import DetachedOptimizers, moments
 from lightning_effi.sharding.plan import plan_sharding
 from lightning_effi.sharding.refuse import refuse_averaging_of_shards, refuse_unshardable
 from lightning_effi.sharding.sharded import ShardedEngine
-from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
+from lightning_effi.step.microbatches import MicrobatchedStep, Runner, counts_over_windows, refuse_uncuttable
+from lightning_effi.step.retry import refuse_retry
 from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.tensor.plan import TensorPlan
 from lightning_effi.tensor.run import TensorRun
@@ -178,21 +179,25 @@ class Assembly:
         """``None``: each batch is one piece."""
         strategy = self._strategy
         stages, count = strategy.layout.pipeline, strategy.config.microbatches.count
-        if stages == 1 and count in ("auto", 1):
+        counted = counts_over_windows(strategy.config.microbatches, strategy.data_parallel_size, module)
+        retries = strategy.config.microbatches.oom_retry
+        if stages == 1 and count in ("auto", 1) and not counted and not retries:
             return None
-        refuse_uncuttable(module, strategy.config, strategy.data_parallel_size)
+        refuse_uncuttable(module, strategy.config)
+        refuse_retry(strategy.config, strategy.data_parallel_size)
         if isinstance(self._engine, PipelineEngine):
             self._engine.runner = PipelineRunner(strategy, strategy.pipeline_group)
-            count = 3 * stages if count == "auto" else count
             runner: Runner = self._engine.runner
         else:
             runner = SequentialRunner(strategy)
+        if count == "auto":
+            count = 3 * stages if stages > 1 else 1
         together = strategy.layout.pipeline * strategy.data_parallel_size  # ranks that run a step together
         agreement = Agreement(strategy.run_control_group) if together > 1 else None
-        verification = None
+        verification: StageVerification | None = None
         if strategy.config.verify is True and isinstance(runner, PipelineRunner):
             verification = StageVerification(strategy, runner)
-        return MicrobatchedStep(strategy, runner, int(count), agreement, verification)
+        return MicrobatchedStep(strategy, runner, count, agreement, verification)
 
     def _start_pipeline(self, module: pl.LightningModule) -> None:
         """The module stays whole until the first training step."""

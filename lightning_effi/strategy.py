@@ -161,7 +161,7 @@ class EffiStrategy(MeshStrategy):
             precision_plugin=precision_plugin,
         )
         self.assembly = Assembly(self)
-        self._window = AccumulationWindow(exact=exact_accumulation)
+        self.window = AccumulationWindow(exact=exact_accumulation)
         self._checkpoint = RunCheckpoint(self)
         self._signals = DeferredSignals()
 
@@ -298,7 +298,7 @@ class EffiStrategy(MeshStrategy):
             self.engine.before_backward(closure_loss)
             self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
             self.engine.after_backward()  # before on_after_backward, which post_backward calls
-        self._window.count()
+        self.window.count()
         closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -316,7 +316,7 @@ class EffiStrategy(MeshStrategy):
         def closure_then_gradients() -> Any:
             result = closure()
             self.engine.before_optimizer_step()
-            self._window.close(self.lightning_module, optimizer)
+            self.window.close(self.lightning_module, optimizer, self.control_group)
             return result
 
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, same_randomness
+from lightning_effi.diagnose.randomness import Randomness
 from lightning_effi.inspect.parameters import describe_parameters
 from lightning_effi.inspect.trunk import find_trunk
 from lightning_effi.pipeline.engine import PipelineEngine
@@ -55,6 +55,7 @@ class PipelineRunner:
         self._metrics = MetricSync(self._module, group, strategy.data_parallel_group)
         self._traces: dict[Any, Trace] = {}
         self._structure: Any = None
+        self._comparing = False
         self._seed = torch.tensor(torch.initial_seed() % (1 << 62))
         dist.broadcast(self._seed, self._ranks[0], group=group)
 
@@ -120,7 +121,7 @@ class PipelineRunner:
             )
 
     def _whole_loss(self, piece: Piece, args: Sequence[Any]) -> float:
-        with self._comparably(), captured_logs(self._module):
+        with self._comparably(), self._seeded(0), captured_logs(self._module):
             output = self._module.training_step(piece.data, *args)
         return float("nan") if output is None else float(loss_of(output))
 
@@ -265,18 +266,24 @@ class PipelineRunner:
     def _seeded(self, microbatch: int) -> Iterator[None]:
         """Code that every stage passes through draws the same numbers on all of them, in each micro-batch others."""
         trainer = self._module.trainer
-        with same_randomness():
+        with same_randomness(self._module):
             self._number = (int(self._seed), trainer.global_step, trainer.fit_loop.batch_idx, microbatch)
-            _seed_all(self._number)
+            Randomness(self._module).seed(*self._number)
             yield
 
     def _draw_differently(self) -> None:
-        _seed_all((*self._number, self.stage))
+        if self._comparing:  # with the whole module, which draws one number after the other
+            return
+        Randomness(None).seed(*self._number, self.stage)
 
     @contextmanager
     def _comparably(self) -> Iterator[None]:
-        with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
-            yield
+        self._comparing = True
+        try:
+            with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
+                yield
+        finally:
+            self._comparing = False
 
     @property
     def _engine(self) -> PipelineEngine:
@@ -313,12 +320,3 @@ def _detached(result: StepResult) -> StepResult:
         return value.detach() if isinstance(value, Tensor) else value
 
     return StepResult(detach(result.loss), tree_map(detach, result.output), result.logged)
-
-
-def _seed_all(numbers: tuple[int, ...]) -> None:
-    import numpy
-
-    seed = zlib.crc32(repr(numbers).encode())
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed)

@@ -53,6 +53,11 @@ class Engine:
         """Inside, a backward is a window of its own, also within :meth:`accumulate`."""
         yield
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, forward and backward of a step send nothing to other ranks once parameters are gathered."""
+        yield
+
     def before_backward(self, loss: Tensor) -> None:
         """Called right before autograd runs."""
 

@@ -228,6 +228,15 @@ class ShardedEngine(Engine):
         for group in self._groups:
             group.set_aside()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        every, self._sync_every_backward = self._sync_every_backward, False
+        try:
+            with self.accumulate():
+                yield
+        finally:
+            self._sync_every_backward = every
+
     @property
     def _reduces_now(self) -> bool:
         return self._sync_every_backward or not self._window_open

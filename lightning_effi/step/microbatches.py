@@ -20,12 +20,14 @@ from lightning_effi.diagnose.probe import restored
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.step.choice import WeightChoice
 from lightning_effi.step.logs import LogRules, StepResult, combine_outputs, weighted_sum
+from lightning_effi.step.retry import MemoryTrial
+from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.step.split import Piece, count_rows, split
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_effi.config import EffiConfig
+    from lightning_effi.config import EffiConfig, Microbatches
     from lightning_effi.strategy import EffiStrategy
 
 
@@ -77,10 +79,15 @@ class MicrobatchedStep:
         self._agreement = agreement
         self._shelf = GradientShelf()
         self._probed = False
+        self._trial: MemoryTrial | None = None
+        if strategy.config.microbatches.oom_retry and isinstance(runner, SequentialRunner):
+            self._trial = MemoryTrial(strategy, lambda piece: runner.try_out(piece, self._args), agreement)
         self._told_whole: tuple[str, ...] = ()
         self._log_rules = LogRules()
         self._args: Sequence[Any] = ()
+        module = strategy.lightning_module
         config = strategy.config.microbatches
+        self._sums = counts_over_windows(config, strategy.data_parallel_size, module)
         self._splitter = None if config.splitter is None else resolve_name(config.splitter)
         self._choice = WeightChoice(
             config,
@@ -88,6 +95,7 @@ class MicrobatchedStep:
             agreement=agreement,
             run=self._compare,
             log_rules=self._log_rules,
+            counts=self._sums,
         )
 
     @property
@@ -100,7 +108,9 @@ class MicrobatchedStep:
         module = self._strategy.lightning_module
         assert module is not None
         self._args = args
-        rows, pieces = self._cut(batch)
+        if self._trial is not None and module.trainer.global_step == 0:
+            self._count = self._trial.count_that_fits(self._count, lambda count: self._cut(batch, count)[1])
+        rows, pieces = self._cut(batch, self._count)
         if self._verification is not None:
             self._verification.expect(self._choice.uncut(batch, pieces), args)
         self._runner.prepare(pieces[0], args, len(pieces))
@@ -112,7 +122,13 @@ class MicrobatchedStep:
             self._verification = None
         window = module.trainer.accumulate_grad_batches
         self._shelf.start(self._strategy, is_first=module.trainer.fit_loop.batch_idx % window == 0)
-        results = self._runner.train(pieces, weights, 1.0 / window, args)
+        if self._sums:  # sums over labels, divided when the window is closed
+            amounts = self._choice.amounts(pieces)
+            results = self._runner.train(pieces, amounts, 1.0, args)
+            if any(result.loss is not None for result in results):
+                self._strategy.window.weigh(sum(amounts))
+        else:
+            results = self._runner.train(pieces, weights, 1.0 / window, args)
         self._shelf.put_aside()
         return self._output(results, weights, [piece.rows for piece in pieces])
 
@@ -120,18 +136,14 @@ class MicrobatchedStep:
         """In place of autograd in Lightning's ``backward``."""
         self._shelf.give_back()
 
-    def _cut(self, batch: Any) -> tuple[int, list[Piece]]:
+    def _cut(self, batch: Any, count: int) -> tuple[int, list[Piece]]:
         if self._splitter is not None:
-            pieces, start = [], 0
-            for data in self._splitter(batch, self._count):
-                pieces.append(Piece(data, start, start + count_rows(data).count))
-                start = pieces[-1].stop
-            return start, pieces
+            return self._split_by_user(batch, count)
         try:
             rows = count_rows(batch)
         except ValueError as error:
             raise ValueError(
-                f"microbatches={self._count}: the batch cannot be cut by rows, since {error}. Give a function"
+                f"microbatches={count}: the batch cannot be cut by rows, since {error}. Give a function"
                 ' (batch, n) -> list: Microbatches(splitter="package.function"), or use microbatches=1'
             ) from error
         if rows.whole and rows.whole != self._told_whole:
@@ -140,10 +152,41 @@ class MicrobatchedStep:
                 f"lightning_effi: batches have {rows.count} rows; handed whole to each micro-batch:"
                 f" {', '.join(rows.whole)}"
             )
-        count = min(self._count, rows.count)
+        count = min(count, rows.count)
         if self._agreement is not None:  # ranks talk to each other in each piece, so all cut alike
             count = self._agreement.least(count)
         return rows.count, split(batch, rows.count, count)
+
+    def _split_by_user(self, batch: Any, count: int) -> tuple[int, list[Piece]]:
+        """Pieces from the user's splitter; of packed sequences, which have no rows, each counts as one.
+
+        Raises:
+            ValueError: on all ranks, where they do not get the same number of pieces, or one of them gets none.
+        """
+        assert self._splitter is not None
+        name = self._strategy.config.microbatches.splitter
+        parts = list(self._splitter(batch, count))
+        numbers = [len(parts)] if self._agreement is None else self._agreement.gather(len(parts))
+        if len(set(numbers)) > 1 or not parts:
+            raise ValueError(
+                f"microbatches: splitter {name} returned {', '.join(map(str, numbers))} micro-batches on the ranks of"
+                " one step, which needs the same number on all of them, and at least one"
+            )
+        pieces, start = [], 0
+        for data in parts:
+            try:
+                rows = count_rows(data).count
+            except ValueError as error:
+                if self._strategy.config.microbatches.weight in ("auto", "samples"):
+                    raise ValueError(
+                        f"microbatches: splitter {name} returned a micro-batch whose rows cannot be counted, since"
+                        f' {error}. Say how to weight it: Microbatches(weight="uniform" | "valid_labels" |'
+                        ' "package.function")'
+                    ) from error
+                rows = 1
+            pieces.append(Piece(data, start, start + rows))
+            start += rows
+        return start, pieces
 
     def _probe(self, piece: Piece) -> None:
         """A step that keeps state would change it once a micro-batch.
@@ -192,7 +235,13 @@ class MicrobatchedStep:
         return {"loss": loss, **extra} if extra else loss
 
 
-def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig, data_parallel_size: int) -> None:
+def counts_over_windows(config: Microbatches, data_parallel_size: int, module: Any) -> bool:
+    """Whether several batches make up an update whose mean is to be one over all their valid labels."""
+    several = data_parallel_size > 1 or module.trainer.accumulate_grad_batches > 1
+    return config.weight == "valid_labels" and several
+
+
+def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig) -> None:
     """What is known before the first batch to be impossible in micro-batches.
 
     Raises:
@@ -214,13 +263,6 @@ def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig, data_paral
         raise ValueError(
             f"microbatches={count} cuts the batch that training_step is given, and {type(module).__name__}'s takes a"
             " dataloader_iter. Use microbatches=1, or training_step(self, batch, batch_idx)"
-        )
-    several = data_parallel_size > 1 or module.trainer.accumulate_grad_batches > 1
-    if config.microbatches.weight == "valid_labels" and several:
-        raise ValueError(
-            'microbatches: weight="valid_labels" over several data-parallel ranks or an accumulation window is not'
-            ' carried out by this version. Use weight="auto", which weights inside each batch and averages over ranks'
-            " and window as Lightning does"
         )
 
 

@@ -76,6 +76,11 @@ def count_rows(batch: Any) -> Rows:
     return Rows(rows, tuple(name for name, size in sizes.items() if size != rows))
 
 
+def replaced(batch: Any, old: Tensor, new: Tensor) -> Any:
+    """``batch`` with another tensor in the place of one of its own."""
+    return _map(batch, lambda leaf: new if leaf is old else leaf)
+
+
 def cut(batch: Any, rows: int, start: int, stop: int) -> Piece:
     """Rows ``start`` to ``stop`` of a batch of ``rows`` rows: of its tensors, and of lists with one item a row."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -332,6 +333,77 @@ class PermutedDecoder(ExampleModule):
 
 def images_with_names(count: int) -> list[Any]:
     return [(batch, [f"row {i}" for i in range(len(batch))]) for batch in batches(count, rows=4)]
+
+
+def test_module_that_is_the_network_and_draws_permutations() -> None:
+    train_and_assert_parity(pipelined(PermutedDecoder, images_with_names, learning_rate=0.1))
+
+
+class MasksWithItsOwnGenerator(GPT):
+    """The last stage draws more than the first; still both must mask the same tokens."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.rng = np.random.default_rng(5)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        masked = torch.from_numpy(self.rng.random(tuple(batch.shape))) < 0.3
+        start = self.embedding(batch[:, :-1].masked_fill(masked[:, :-1], 0))
+        x = start
+        for block in self.blocks:
+            x = block(x)
+        self.rng.random(3)
+        losses = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+        self.masked = masked
+        return (losses * masked[:, 1:].flatten()).mean()
+
+
+class DrawnMasks(pl.Callback):
+    observation: list[Tensor]
+
+    def on_train_start(self, *_: Any) -> None:
+        self.observation = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.observation.append(pl_module.masked.clone())
+
+
+def test_generators_of_the_module_draw_alike_on_all_stages() -> None:
+    weighted = {"microbatches": {"count": 3, "weight": "samples"}}
+    training = pipelined(MasksWithItsOwnGenerator, strategy=weighted, callbacks=(DrawnMasks,))
+    first, last = (held for [held] in run(training).observations)
+    assert all(torch.equal(a, b) for a, b in zip(first, last, strict=True))
+    assert not torch.equal(first[0], first[1])
+
+
+class Packed(GPT):
+    """A batch is a list of packed pieces of different lengths."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, Tensor):
+            return super().loss(batch)
+        rows = sum(len(piece) for piece in batch)
+        return sum(len(piece) / rows * super(Packed, self).loss(piece) for piece in batch)
+
+
+def packs(count: int) -> list[list[Tensor]]:
+    return [[batch[:2], batch[2:3, :6], batch[3:, :9]] for batch in batches(count, rows=6)]
+
+
+def as_it_is(batch: list[Tensor], count: int) -> list[Tensor]:
+    return batch
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_batches_that_are_lists_of_micro_batches(stages: int) -> None:
+    given = {"splitter": f"{__name__}:as_it_is", "count": 3, "weight": "samples"}
+    train_and_assert_parity(pipelined(Packed, packs, stages, strategy={"microbatches": given}))
+
+
+def test_lists_of_micro_batches_need_a_rule() -> None:
+    given = {"splitter": f"{__name__}:as_it_is", "count": 3}
+    with pytest.raises(WorkerError, match="has no uncut form"):
+        run(pipelined(Packed, packs, strategy={"microbatches": given}))
 
 
 class TeacherAndStudent(GPT):
