@@ -105,7 +105,7 @@ class Assembly:
     def before_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Whatever waits for the arguments of a step, which runs within the precision's context."""
         self.tensor.check_batch(args)
-        if self.tensor.is_pending:
+        if self.tensor.is_pending and self._strategy.layout.pipeline == 1:
             self._split(step, args, kwargs)
 
     def _start(self, trainer: pl.Trainer, module: pl.LightningModule, fitting: bool) -> None:
@@ -117,12 +117,14 @@ class Assembly:
             strategy.setup_optimizers(trainer)
         if layout.pipeline > 1:
             refuse_averaging_of_shards(trainer, f"pipeline_parallel_size={layout.pipeline}")
-            self._start_pipeline(module)
-            return
         if layout.tensor > 1:
             refuse_unshardable(strategy.optimizers, f"tensor_parallel_size={layout.tensor}")
             refuse_averaging_of_shards(trainer, f"tensor_parallel_size={layout.tensor}")
             self.tensor.prepare(module)
+        if layout.pipeline > 1:
+            self._start_pipeline(module)
+            return
+        if layout.tensor > 1:
             self._engine = Engine(module)  # until the first step
             return
         self.probe.before_sharding(module)
@@ -192,10 +194,10 @@ class Assembly:
             runner = SequentialRunner(strategy)
         if count == "auto":
             count = 3 * stages if stages > 1 else 1
-        together = strategy.layout.pipeline * strategy.data_parallel_size  # ranks that run a step together
-        agreement = Agreement(strategy.run_control_group) if together > 1 else None
+        agreement = Agreement(strategy.run_control_group) if strategy.has_several_processes else None
         verification: StageVerification | None = None
-        if strategy.config.verify is True and isinstance(runner, PipelineRunner):
+        verify = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
+        if verify and isinstance(runner, PipelineRunner):
             verification = StageVerification(strategy, runner)
         return MicrobatchedStep(strategy, runner, count, agreement, verification)
 
@@ -213,9 +215,16 @@ class Assembly:
             processes_per_node=strategy.num_processes,
             sync_every_microbatch=strategy.config.gradient_sync == "every",
             computing=strategy.precision.computing,
+            undo_tensor=self.tensor.undo,
         )
 
-    def on_split(self, plan: PipelinePlan, stage: Stage) -> None:
+    def split_tensors(self, module: pl.LightningModule, plan: TensorPlan) -> None:
+        """Apply tensor parallelism to a module that a pipeline has not cut yet; its optimizers follow."""
+        optimizers = DetachedOptimizers(self._strategy.optimizers, module)
+        self.tensor.apply(module, plan)
+        optimizers.attach(module)
+
+    def on_split(self, plan: PipelinePlan, stage: Stage, tensor: TensorPlan | None) -> None:
         """The pipeline's first training step has split the module; ``stage`` of it is left here, and sharded now."""
         strategy, engine, stages = self._strategy, self._engine, self.stages
         module = strategy.lightning_module
@@ -225,7 +234,7 @@ class Assembly:
         config, compute = strategy.config, strategy.precision.compute
         sharding = plan_sharding(module, strategy.layout, config.zero_stage, compute, blocks=stage.blocks)
         precision, states = strategy.precision.precision, moments(strategy.optimizers)
-        self._plan = Plan(strategy.layout, sharding, precision, states, pipeline=plan)
+        self._plan = Plan(strategy.layout, sharding, precision, states, pipeline=plan, tensor=tensor)
         if sharding.is_sharded:
             optimizers = DetachedOptimizers(strategy.optimizers, module)
             sharded = ShardedEngine(
@@ -257,7 +266,7 @@ class Assembly:
         """The module is an ordinary one again, wherever the memory allows it; all ranks must call this."""
         strategy = self._strategy
         assert strategy.lightning_module is not None
-        if self._plan is not None and not self._plan.sharding.is_sharded:
+        if self._plan is not None and not self._plan.sharding.is_sharded and strategy.layout.pipeline == 1:
             self.tensor.undo()
         if self.engine.release(strategy.optimizers):
             self.tensor.undo()

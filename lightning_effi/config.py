@@ -184,11 +184,6 @@ class EffiConfig:
             asked.append(f"pipeline={self.pipeline.schedule!r} (use '1f1b' or 'gpipe')")
         if self.pipeline.virtual_stages not in (None, 1):
             asked.append(f"pipeline with virtual_stages={self.pipeline.virtual_stages} (use None)")
-        if self.pipeline_parallel_size > 1:
-            if self.tensor_parallel_size > 1:
-                asked.append("pipeline_parallel_size > 1 with tensor_parallel_size > 1 (set one of them to 1)")
-        elif self.tensor_parallel_size > 1 and self.microbatches.count not in ("auto", 1):
-            asked.append(f"microbatches={self.microbatches.count} with tensor_parallel_size > 1 (use 1)")
         if self.checkpoints.asynchronous:
             asked.append(f"checkpoints={self.checkpoints!r} (use asynchronous=False)")
         if self.tensor is not None and self.tensor.sequence_parallel:

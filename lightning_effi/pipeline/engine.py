@@ -37,6 +37,7 @@ class PipelineEngine(Engine):
         processes_per_node: how many processes share this machine's memory.
         sync_every_microbatch: reduce sharded gradients after each micro-batch, or only after a step's last one.
         computing: inside this context, a whole module's parameters have the dtypes that they are computed with.
+        undo_tensor: makes layers whole that tensor parallelism has split.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class PipelineEngine(Engine):
         processes_per_node: int,
         sync_every_microbatch: bool,
         computing: Callable[[nn.Module], AbstractContextManager[None]],
+        undo_tensor: Callable[[], None],
     ) -> None:
         super().__init__(module)
         DeferredValues(module).fill_through(module)
@@ -62,6 +64,7 @@ class PipelineEngine(Engine):
         self._processes_per_node = processes_per_node
         self._sync_every_microbatch = sync_every_microbatch
         self._computing = computing
+        self._undo_tensor = undo_tensor
         self._sharded: ShardedEngine | None = None
         self.runner: PipelineRunner | None = None
 
@@ -163,7 +166,8 @@ class PipelineEngine(Engine):
             if self._sharded is not None:
                 self._sharded.undo(optimizers)
                 self._sharded = None
-                self.stages.follow(self.module)
+            self._undo_tensor()
+            self.stages.follow(self.module)
         if self.runner is not None:
             self.runner.make_whole()
         return super().release(optimizers)

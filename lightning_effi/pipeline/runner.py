@@ -28,6 +28,7 @@ from lightning_effi.pipeline.trace import Trace, trace_step
 from lightning_effi.step.logs import StepResult, captured_logs
 from lightning_effi.step.split import Piece, shapes, tensors
 from lightning_effi.step.state import changed_by
+from lightning_effi.tensor.plan import TensorPlan
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
@@ -74,6 +75,7 @@ class PipelineRunner:
         module, config = self._module, self._strategy.config.pipeline
         with self._strategy.precision.computing(module), restored(module):
             expected = self._whole_loss(piece, args)
+        tensor = self._plan_tensor(piece, args)
         self._trunk = trunk = find_trunk(module)
         with self._strategy.precision.computing(module):
             self._interception = Interception(module, trunk.blocks, trunk.units)
@@ -89,14 +91,24 @@ class PipelineRunner:
             raise
         timeline = Timeline.of(make_schedule(config.schedule, len(stages), microbatches))
         self.plan = PipelinePlan(stages, boundaries, shared, timeline)
+        if tensor is not None:
+            self._strategy.assembly.split_tensors(module, tensor)
         self._structure = _structure(trace)
         self.stages = StageParameters(module, self.plan, self.stage, self._group, self._strategy.layout.pipelines())
         mine = {*stages[self.stage].blocks, *stages[self.stage].units}
         self._interception.elsewhere = frozenset({*trunk.blocks, *trunk.units} - mine)
         self.optimizer_names = self.stages.leave_to_optimizers(self._strategy.optimizers)
         self._live = LiveStage(self.plan, self.stage, self._interception, self._draw_differently)
-        self._strategy.assembly.on_split(self.plan, self.plan.stages[self.stage])
+        self._strategy.assembly.on_split(self.plan, self.plan.stages[self.stage], tensor)
         self._refuse_another_loss(piece, args, expected)
+
+    def _plan_tensor(self, piece: Piece, args: Sequence[Any]) -> TensorPlan | None:
+        """How blocks are split among the ranks of a stage; found before anything stands between them and a step."""
+        assembly, precision = self._strategy.assembly, self._strategy.precision
+        if not assembly.tensor.is_pending:
+            return None
+        with torch.inference_mode(False), precision.computing(self._module), precision.train_step_context():
+            return assembly.tensor.plan(self._module, self._module.training_step, (piece.data, *args), {})
 
     def make_whole(self) -> None:
         """Every rank holds the whole module again, as an ordinary one."""
