@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, same_randomness
 from lightning_effi.diagnose.randomness import Randomness
@@ -239,9 +240,10 @@ class PipelineRunner:
         last = len(self._ranks) - 1
         message: list[Any] = [None]
         if self.stage == last:
-            message = [[self._metrics.portable(_detached(result)) for result in results]]
+            # a tensor of another rank's device would arrive on that device
+            message = [[_moved(self._metrics.portable(_detached(result)), torch.device("cpu")) for result in results]]
         dist.broadcast_object_list(message, self._ranks[last], group=self._group)
-        return [self._metrics.local(result) for result in message[0]]
+        return [self._metrics.local(_moved(result, self._strategy.root_device)) for result in message[0]]
 
     # -- shapes --------------------------------------------------------------------------------------------------------
 
@@ -325,9 +327,16 @@ def _has_loss(output: Any) -> bool:
     return isinstance(output, Tensor) or (isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor))
 
 
-def _detached(result: StepResult) -> StepResult:
-    from torch.utils._pytree import tree_map
+def _moved(result: StepResult, device: torch.device) -> StepResult:
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
 
+    for call in result.logged:
+        call.value = move(call.value)
+    return StepResult(move(result.loss), tree_map(move, result.output), result.logged)
+
+
+def _detached(result: StepResult) -> StepResult:
     def detach(value: Any) -> Any:
         return value.detach() if isinstance(value, Tensor) else value
 

@@ -285,6 +285,8 @@ class GradientShelf:
         """
         self._strategy = strategy
         self._is_first = is_first
+        self._kept.clear()  # of a step that returned no loss, after which no backward came
+        strategy.engine.keep_unreduced(False)
         if is_first:
             for optimizer in strategy.optimizers:
                 optimizer.zero_grad()

@@ -35,6 +35,17 @@ class SumLoss(GPT):
         return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), reduction="sum") / 50
 
 
+class PenalizedWeights(GPT):
+    """A penalty on all parameters, those of other stages included."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + 1e-3 * sum(p.square().sum() for p in self.parameters())
+
+
+def test_penalty_on_all_parameters() -> None:
+    train_and_assert_parity(pipelined(PenalizedWeights, learning_rate=0.1))
+
+
 @pytest.mark.parametrize("module", [GPT, SumLoss])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_mean_and_sum_losses_over_windows(module: type[GPT], accumulate: int) -> None:
@@ -347,14 +358,13 @@ class MasksWithItsOwnGenerator(GPT):
         self.rng = np.random.default_rng(5)
 
     def loss(self, batch: Tensor) -> Tensor:
-        masked = torch.from_numpy(self.rng.random(tuple(batch.shape))) < 0.3
+        self.masked = masked = torch.from_numpy(self.rng.random(tuple(batch.shape))) < 0.3
         start = self.embedding(batch[:, :-1].masked_fill(masked[:, :-1], 0))
         x = start
         for block in self.blocks:
             x = block(x)
         self.rng.random(3)
         losses = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
-        self.masked = masked
         return (losses * masked[:, 1:].flatten()).mean()
 
 
