@@ -6,7 +6,8 @@ release that changes one of them fails there, with the name, and not in the midd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +102,17 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
 def fsdp_initialize(root: nn.Module) -> None:
     """Make ``root`` the FSDP2 root now, instead of whichever module happens to run first."""
     root._get_fsdp_state()._lazy_init()  # type: ignore[operator, union-attr]
+
+
+def fsdp_take_off_hooks(root: nn.Module) -> None:
+    """Leave gathering and reducing below ``root`` to whoever drives the parameter groups."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
 
 
 def fsdp_override(group: Any, method: str, replacement: Callable[..., Any]) -> None:
@@ -321,6 +333,35 @@ def wrap_local(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+@contextmanager
+def total_norm_replaced(replacement: Callable[..., Tensor] | None) -> Iterator[None]:
+    """Let ``torch.nn.utils.clip_grad_norm_`` take the norm of its gradients from ``replacement(gradients, norm_type)``.
+
+    However a module has imported that function, it looks up ``_get_total_norm`` in its own module (torch 2.13-2.14).
+    """
+    from torch.nn.utils import clip_grad
+
+    original = clip_grad._get_total_norm
+
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        assert replacement is not None
+        norm = replacement([tensors] if isinstance(tensors, Tensor) else list(tensors), float(norm_type))
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped"
+            )
+        return norm
+
+    if replacement is not None:
+        clip_grad._get_total_norm = total_norm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = original
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_effi import _compat
 from lightning_effi.diagnose.run import RunProbe
 from lightning_effi.pipeline.engine import PipelineEngine
-from lightning_effi.pipeline.plan import PipelinePlan
+from lightning_effi.pipeline.plan import PipelinePlan, Stage
 from lightning_effi.pipeline.runner import PipelineRunner
 from lightning_effi.pipeline.stages import StageParameters
+from lightning_effi.pipeline.verify import StageVerification
 from lightning_effi.plan import Plan
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.build import build_engine
@@ -23,7 +23,9 @@ from lightning_effi.sharding.engine import Engine
 from lightning_effi.sharding.optimizers import DetachedOptimizers, moments
 from lightning_effi.sharding.plan import plan_sharding
 from lightning_effi.sharding.refuse import refuse_averaging_of_shards, refuse_unshardable
-from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
+from lightning_effi.sharding.sharded import ShardedEngine
+from lightning_effi.step.microbatches import MicrobatchedStep, Runner, counts_over_windows, refuse_uncuttable
+from lightning_effi.step.retry import refuse_retry
 from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.tensor.plan import TensorPlan
 from lightning_effi.tensor.run import TensorRun
@@ -89,6 +91,11 @@ class Assembly:
         if self._engine is None or self._engine.module is not module:
             self._start(trainer, module, fitting)
         elif fitting:
+            if self.stages is not None:
+                raise RuntimeError(
+                    f"{type(module).__name__} is still split into pipeline stages by an earlier fit, since the whole"
+                    " module does not fit into the memory of one process. Build it anew and load a checkpoint"
+                )
             self._engine.rest()
             self._strategy.setup_optimizers(trainer)
         if fitting:
@@ -98,7 +105,7 @@ class Assembly:
     def before_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Whatever waits for the arguments of a step, which runs within the precision's context."""
         self.tensor.check_batch(args)
-        if self.tensor.is_pending:
+        if self.tensor.is_pending and self._strategy.layout.pipeline == 1:
             self._split(step, args, kwargs)
 
     def _start(self, trainer: pl.Trainer, module: pl.LightningModule, fitting: bool) -> None:
@@ -114,6 +121,10 @@ class Assembly:
             refuse_unshardable(strategy.optimizers, f"tensor_parallel_size={layout.tensor}")
             refuse_averaging_of_shards(trainer, f"tensor_parallel_size={layout.tensor}")
             self.tensor.prepare(module)
+        if layout.pipeline > 1:
+            self._start_pipeline(module)
+            return
+        if layout.tensor > 1:
             self._engine = Engine(module)  # until the first step
             return
         self.probe.before_sharding(module)
@@ -146,29 +157,16 @@ class Assembly:
         self._plan = Plan(strategy.layout, plan, strategy.precision.precision, states, tensor=tensor)
         if optimizers is None and plan.is_sharded:
             optimizers = DetachedOptimizers(strategy.optimizers, module)
-        if strategy.layout.pipeline > 1:
-            if strategy.precision.master_weights:
-                raise ValueError(
-                    "master_weights=True is not carried out with pipeline_parallel_size > 1 by this version. Use"
-                    " precision='bf16-mixed', which keeps the parameters in fp32"
-                )
-            self._engine = PipelineEngine(
-                module,
-                group=strategy.pipeline_group,
-                replicas=strategy.data_parallel_group,
-                device=strategy.root_device,
-            )
-        else:
-            self._engine = build_engine(
-                module,
-                plan,
-                mesh=strategy.device_mesh if strategy.needs_process_group else None,
-                data_parallel_group=strategy.data_parallel_group,
-                control_group=strategy.control_group,
-                device=strategy.root_device,
-                sync_every_backward=strategy.config.syncs_every_backward,
-                processes_per_node=strategy.num_processes,
-            )
+        self._engine = build_engine(
+            module,
+            plan,
+            mesh=strategy.device_mesh if strategy.needs_process_group else None,
+            data_parallel_group=strategy.data_parallel_group,
+            control_group=strategy.control_group,
+            device=strategy.root_device,
+            sync_every_backward=strategy.config.syncs_every_backward,
+            processes_per_node=strategy.num_processes,
+        )
         if optimizers is not None:
             optimizers.attach(module)
 
@@ -183,27 +181,77 @@ class Assembly:
         """``None``: each batch is one piece."""
         strategy = self._strategy
         stages, count = strategy.layout.pipeline, strategy.config.microbatches.count
-        if stages == 1 and count in ("auto", 1):
+        counted = counts_over_windows(strategy.config.microbatches, strategy.data_parallel_size, module)
+        retries = strategy.config.microbatches.oom_retry
+        if stages == 1 and count in ("auto", 1) and not counted and not retries:
             return None
-        refuse_uncuttable(module, strategy.config, strategy.data_parallel_size)
+        refuse_uncuttable(module, strategy.config)
+        refuse_retry(strategy.config, strategy.data_parallel_size)
         if isinstance(self._engine, PipelineEngine):
             self._engine.runner = PipelineRunner(strategy, strategy.pipeline_group)
-            count = 3 * stages if count == "auto" else count
             runner: Runner = self._engine.runner
         else:
             runner = SequentialRunner(strategy)
-        agreement = Agreement(strategy.control_group) if strategy.data_parallel_size > 1 else None
-        return MicrobatchedStep(strategy, runner, int(count), agreement)
+        if count == "auto":
+            count = 3 * stages if stages > 1 else 1
+        agreement = Agreement(strategy.run_control_group) if strategy.has_several_processes else None
+        verification: StageVerification | None = None
+        verify = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
+        if verify and isinstance(runner, PipelineRunner):
+            verification = StageVerification(strategy, runner)
+        return MicrobatchedStep(strategy, runner, count, agreement, verification)
 
-    def on_split(self, plan: PipelinePlan) -> None:
-        """The pipeline's first training step has split the module."""
-        stages = self.stages
+    def _start_pipeline(self, module: pl.LightningModule) -> None:
+        """The module stays whole until the first training step."""
+        strategy = self._strategy
+        if strategy.config.zero_stage and strategy.data_parallel_size > 1:
+            refuse_unshardable(strategy.optimizers, f"zero_stage={strategy.config.zero_stage}")
+        self._engine = PipelineEngine(
+            module,
+            group=strategy.pipeline_group,
+            replicas=strategy.data_parallel_group,
+            control_group=strategy.run_control_group,
+            device=strategy.root_device,
+            processes_per_node=strategy.num_processes,
+            sync_every_microbatch=strategy.config.gradient_sync == "every",
+            computing=strategy.precision.computing,
+            undo_tensor=self.tensor.undo,
+        )
+
+    def split_tensors(self, module: pl.LightningModule, plan: TensorPlan) -> None:
+        """Apply tensor parallelism to a module that a pipeline has not cut yet; its optimizers follow."""
+        optimizers = DetachedOptimizers(self._strategy.optimizers, module)
+        self.tensor.apply(module, plan)
+        optimizers.attach(module)
+
+    def on_split(self, plan: PipelinePlan, stage: Stage, tensor: TensorPlan | None) -> None:
+        """The pipeline's first training step has split the module; ``stage`` of it is left here, and sharded now."""
+        strategy, engine, stages = self._strategy, self._engine, self.stages
+        module = strategy.lightning_module
+        assert isinstance(engine, PipelineEngine)
+        assert module is not None
         assert stages is not None
-        assert self._plan is not None
-        sharding = self._plan.sharding
-        held = tuple(info for info in sharding.replicated if info.name in stages.local)
-        self._plan = replace(self._plan, pipeline=plan, sharding=replace(sharding, replicated=held))
-        self._strategy.precision.stages = stages
+        config, compute = strategy.config, strategy.precision.compute
+        sharding = plan_sharding(module, strategy.layout, config.zero_stage, compute, blocks=stage.blocks)
+        precision, states = strategy.precision.precision, moments(strategy.optimizers)
+        self._plan = Plan(strategy.layout, sharding, precision, states, pipeline=plan, tensor=tensor)
+        if sharding.is_sharded:
+            optimizers = DetachedOptimizers(strategy.optimizers, module)
+            sharded = ShardedEngine(
+                module,
+                sharding,
+                mesh=strategy.device_mesh,
+                data_parallel_group=strategy.data_parallel_group,
+                control_group=strategy.control_group,
+                device=strategy.root_device,
+                sync_every_backward=config.syncs_every_backward,
+                processes_per_node=strategy.num_processes,
+                driven=True,
+            )
+            optimizers.attach(module)
+            engine.shard(sharded)
+            self._prepare_optimizers()
+        strategy.precision.stages = stages
         self.show_plan()
 
     def show_plan(self) -> None:
@@ -218,7 +266,7 @@ class Assembly:
         """The module is an ordinary one again, wherever the memory allows it; all ranks must call this."""
         strategy = self._strategy
         assert strategy.lightning_module is not None
-        if self._plan is not None and not self._plan.sharding.is_sharded:
+        if self._plan is not None and not self._plan.sharding.is_sharded and strategy.layout.pipeline == 1:
             self.tensor.undo()
         if self.engine.release(strategy.optimizers):
             self.tensor.undo()

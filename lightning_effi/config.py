@@ -208,17 +208,6 @@ class EffiConfig:
             for name in unbuilt
             if getattr(self, name) != (default := _default(EffiConfig, name))
         ]
-        if self.pipeline_parallel_size > 1:
-            if self.checkpoints.format == "sharded":
-                asked.append("checkpoints='sharded' with pipeline_parallel_size > 1 (use 'full')")
-            if self.verify is True:
-                asked.append("verify=True with pipeline_parallel_size > 1 (use 'auto', which compares the loss)")
-            if self.tensor_parallel_size > 1:
-                asked.append("pipeline_parallel_size > 1 with tensor_parallel_size > 1 (set one of them to 1)")
-        elif self.tensor_parallel_size > 1 and self.microbatches.count not in ("auto", 1):
-            asked.append(f"microbatches={self.microbatches.count} with tensor_parallel_size > 1 (use 1)")
-        if self.microbatches.oom_retry:
-            asked.append("microbatches with oom_retry=True (use oom_retry=False)")
         if self.checkpoints.asynchronous:
             asked.append(f"checkpoints={self.checkpoints!r} (use asynchronous=False)")
         if self.tensor is not None and self.tensor.sequence_parallel:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_effi import _compat
 from lightning_effi.config import EffiConfig
-from lightning_effi.layout import Layout
+from lightning_effi.layout import AXES, Layout
 from lightning_effi.step.logging import reduce_logged
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         self._data_parallel_group: Any = None
         self._control_group: Any = None
         self._tensor_control_group: Any = None
+        self._run_control_group: Any = None
 
     # -- who is who --------------------------------------------------------------------------------------------------
 
@@ -122,6 +123,11 @@ class MeshStrategy(ParallelStrategy, ABC):
         return self._control_group
 
     @property
+    def run_control_group(self) -> Any:
+        """All ranks of the run, with a backend for CPU tensors; ``None`` without a process group."""
+        return self._run_control_group
+
+    @property
     def tensor_control_group(self) -> Any:
         """The ranks of this process's tensor-parallel group, with a backend for CPU tensors."""
         return self._tensor_control_group
@@ -138,12 +144,6 @@ class MeshStrategy(ParallelStrategy, ABC):
             tensor_parallel_size=self.config.tensor_parallel_size,
             pipeline_parallel_size=self.config.pipeline_parallel_size,
         )
-        if self._layout.pipeline > 1 and self.data_parallel_size > 1 and self.config.zero_stage > 0:
-            raise ValueError(
-                f"pipeline_parallel_size={self._layout.pipeline} with {self.data_parallel_size} data-parallel ranks is"
-                f" only carried out with zero_stage=0 by this version, and zero_stage is {self.config.zero_stage}. Use"
-                " zero_stage=0"
-            )
 
     @override
     def setup_environment(self) -> None:
@@ -168,6 +168,7 @@ class MeshStrategy(ParallelStrategy, ABC):
             ).get_group()
             self._control_group = self._on_cpu(self._data_parallel_group, ("replicate", "shard"))
             self._tensor_control_group = self._on_cpu(self._device_mesh["tp"].get_group(), ("tp",))
+            self._run_control_group = self._on_cpu(dist.group.WORLD, AXES)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 

@@ -46,7 +46,8 @@ class Plan:
         lines = [
             f"{self.layout.world_size} processes ({self.layout}), precision {self.precision}",
             *(() if self.tensor is None else str(self.tensor).splitlines()),
-            *(str(self.pipeline).splitlines() if self.pipeline else str(self.sharding).splitlines()),
+            *(str(self.pipeline).splitlines() if self.pipeline else ()),
+            *(str(self.sharding).splitlines() if self.pipeline is None or self.sharding.is_sharded else ()),
             f"bytes per rank: {costs}",
             *self.notes,
         ]

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_effi.config import check_bool
 from lightning_effi.sharding.optimizers import LocalStep
-from lightning_effi.sharding.plan import Compute
+from lightning_effi.sharding.plan import Compute, everywhere_low
 from lightning_effi.sharding.scalars import ReadableShards
-from lightning_effi.step.clipping import Stages, clip_gradient_norm, clip_gradient_value
+from lightning_effi.step.clipping import Stages, clip_gradient_norm, clip_gradient_value, norms_over
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
@@ -167,6 +167,20 @@ class EffiPrecision(Precision):
             case _:
                 return Precision()
 
+    @contextmanager
+    def computing(self, module: nn.Module) -> Generator[None, None, None]:
+        """Inside, the parameters of an unsharded module have the dtype in which gathered ones are computed with."""
+        stored: dict[nn.Parameter, Tensor] = {}
+        if self.master_weights:
+            for name in everywhere_low(module, self.compute):
+                parameter = module.get_parameter(name)
+                stored[parameter], parameter.data = parameter.data, parameter.data.to(torch.bfloat16)
+        try:
+            yield
+        finally:
+            for parameter, data in stored.items():
+                parameter.data = data
+
     # -- Lightning's hooks -------------------------------------------------------------------------------------------
 
     @override
@@ -204,7 +218,7 @@ class EffiPrecision(Precision):
 
     @override
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        with ReadableShards():  # on_before_optimizer_step looks at gradients
+        with ReadableShards(), norms_over(self.stages):  # on_before_optimizer_step looks at gradients
             super()._after_closure(model, optimizer)
 
     @override

@@ -161,7 +161,7 @@ class EffiStrategy(MeshStrategy):
             precision_plugin=precision_plugin,
         )
         self.assembly = Assembly(self)
-        self._window = AccumulationWindow(exact=exact_accumulation)
+        self.window = AccumulationWindow(exact=exact_accumulation)
         self._checkpoint = RunCheckpoint(self)
         self._signals = DeferredSignals()
 
@@ -171,12 +171,12 @@ class EffiStrategy(MeshStrategy):
     def plan(self) -> Plan:
         """What is sharded how, and the bytes per rank; known once the module has been set up.
 
-        With tensor parallelism that is in the first step, which shows what the blocks are called with.
+        With tensor parallelism and pipelines that is in the first step, which shows what the blocks are called with.
         """
         if (plan := self.assembly.plan) is None:
             raise RuntimeError(
                 "strategy.plan is known once the module has been set up (from on_fit_start on, with tensor parallelism"
-                " from the end of the first step on)"
+                " and pipelines from the end of the first step on)"
             )
         return plan
 
@@ -298,7 +298,7 @@ class EffiStrategy(MeshStrategy):
             self.engine.before_backward(closure_loss)
             self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
             self.engine.after_backward()  # before on_after_backward, which post_backward calls
-        self._window.count()
+        self.window.count()
         closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -316,7 +316,7 @@ class EffiStrategy(MeshStrategy):
         def closure_then_gradients() -> Any:
             result = closure()
             self.engine.before_optimizer_step()
-            self._window.close(self.lightning_module, optimizer)
+            self.window.close(self.lightning_module, optimizer, self.control_group)
             return result
 
         try:
@@ -327,7 +327,7 @@ class EffiStrategy(MeshStrategy):
     @override
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        self._signals.install(self.lightning_module.trainer, self.control_group)
+        self._signals.install(self.lightning_module.trainer, self.run_control_group)
 
     # -- evaluation and data -----------------------------------------------------------------------------------------
 

@@ -37,17 +37,17 @@ class RunCheckpoint:
         assert module is not None
         self._meet_after_error()
         self._settle()
-        if stages := self._strategy.assembly.stages:
-            return stage_checkpoint.gather_model(module, stages)
         if self._is_sharded:
             return module.state_dict()
+        if stages := self._strategy.assembly.stages:
+            return stage_checkpoint.gather_model(module, stages)
         return full.gather_model(module, keep=self._strategy.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As :meth:`model_state`; in the ``full`` format it is what stock Lightning saves."""
         self._settle()
         optimizer = _compat.unwrap_lightning_optimizer(optimizer)
-        if stages := self._strategy.assembly.stages:
+        if (stages := self._strategy.assembly.stages) and not self._is_sharded:
             index = next(i for i, own in enumerate(self._strategy.optimizers) if own is optimizer)
             return stage_checkpoint.gather_optimizer(
                 optimizer, self._strategy.assembly.pipeline.optimizer_names[index], stages
@@ -74,7 +74,13 @@ class RunCheckpoint:
             module,
             is_first_rank=strategy.is_global_zero,
             barrier=strategy.barrier,
+            merge=self._merge_stages if strategy.assembly.stages else None,
         )
+
+    def _merge_stages(self, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
+        assembly = self._strategy.assembly
+        assert assembly.stages is not None
+        stage_checkpoint.merge_stages(tensors, rest, assembly.pipeline.optimizer_names, assembly.stages)
 
     def load(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint of either format; tensors of a directory are read later, where they are needed."""
@@ -122,7 +128,7 @@ class RunCheckpoint:
         strategy = self._strategy
         if strategy.assembly.exists and strategy.has_several_processes and strategy.is_interrupted:
             try:
-                dist.monitored_barrier(strategy.control_group, timeout=_MEETING_TIME)
+                dist.monitored_barrier(strategy.run_control_group, timeout=_MEETING_TIME)
             except RuntimeError as error:
                 raise RuntimeError(
                     "no checkpoint was written after the error, since not all ranks came to save their shards"

@@ -39,8 +39,20 @@ def save(
     *,
     is_first_rank: bool,
     barrier: Callable[[], None],
+    merge: Callable[[dict[str, Any], dict[str, Any]], None] | None = None,
 ) -> None:
-    """Write ``checkpoint`` (Lightning's, with DTensors in it) to the directory ``path``; all ranks must call this."""
+    """Write ``checkpoint`` (Lightning's, with DTensors in it) to the directory ``path``; all ranks must call this.
+
+    Args:
+        path: of the directory.
+        checkpoint: what Lightning has put together; its tensors are this rank's own.
+        optimizers: whose states are saved, if the checkpoint has any.
+        module: whose parameters they hold.
+        is_first_rank: whether this rank writes what is not a tensor.
+        barrier: over all ranks.
+        merge: where ranks hold different parameters, ``(tensors, rest)`` is changed in place so that each tensor is
+            written once and ``rest`` tells of those of all ranks.
+    """
     import torch.distributed.checkpoint as dcp
 
     rest = dict(checkpoint)
@@ -50,6 +62,8 @@ def save(
         rest["optimizer_states"] = [
             _split_optimizer(index, optimizer, names, tensors) for index, optimizer in enumerate(optimizers)
         ]
+    if merge is not None:
+        merge(tensors, rest)
     unfinished = path.with_name(path.name + _UNFINISHED)
     if is_first_rank:
         _remove(unfinished)

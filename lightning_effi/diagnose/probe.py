@@ -7,7 +7,6 @@ metrics, counters, randomness) is put back afterwards.
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+
+from lightning_effi.diagnose.randomness import Randomness
 
 _DROPOUTS = {
     F.dropout,
@@ -85,10 +86,11 @@ def plain_gradients(module: nn.Module, step: Callable[..., Any], *args: Any) -> 
 
 @contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
-    """Put back buffers, counters and metrics of ``module``, and all randomness, on leaving."""
+    """Put back buffers, counters and metrics of ``module``, and all randomness, its own generators', on leaving."""
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     before = {name: counters(submodule) for name, submodule in module.named_modules()}
-    randomness = _get_randomness()
+    randomness = Randomness(module)
+    drawn = randomness.get()
     try:
         yield
     finally:
@@ -99,7 +101,7 @@ def restored(module: nn.Module) -> Iterator[None]:
         for name, submodule in module.named_modules():
             for key, value in before.get(name, {}).items():
                 object.__setattr__(submodule, key, value)
-        _set_randomness(randomness)
+        randomness.set(drawn)
 
 
 @contextmanager
@@ -116,13 +118,16 @@ def silent(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def same_randomness() -> Iterator[None]:
-    """Put all randomness back on leaving, so that what runs next draws the same numbers."""
-    randomness = _get_randomness()
+def same_randomness(module: nn.Module | None = None) -> Iterator[None]:
+    """Put all randomness, that of the module's own generators too, back on leaving, so that what runs next draws the
+    same numbers.
+    """
+    randomness = Randomness(module)
+    drawn = randomness.get()
     try:
         yield
     finally:
-        _set_randomness(randomness)
+        randomness.set(drawn)
 
 
 def counters(module: nn.Module) -> dict[str, Any]:
@@ -144,24 +149,3 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_data(item) for pair in value.items() for item in pair)
     return False
-
-
-def _get_randomness() -> dict[str, Any]:
-    import numpy
-
-    return {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_randomness(state: dict[str, Any]) -> None:
-    import numpy
-
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -59,7 +59,7 @@ class RunProbe:
         loss, expected = self._plain_step(plain, copy.deepcopy(args), group)
         actual_loss, actual = self._parallel_step(module, copy.deepcopy(args), group)
         comparison = compare_tensors({**actual, "loss": actual_loss}, {**expected, "loss": loss})
-        self._judge(comparison, time.monotonic() - started)
+        judge(comparison, self._strategy.precision.precision, time.monotonic() - started)
 
     def _plain_step(self, plain: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's batch through the plain module, averaged over the ranks."""
@@ -95,17 +95,22 @@ class RunProbe:
         engine.discard()
         return _mean(loss.detach(), group), gradients
 
-    def _judge(self, comparison: Comparison, seconds: float) -> None:
-        precision = self._strategy.precision.precision
-        dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(precision, torch.bfloat16)
-        if not comparison.within(_TOLERANCES[dtype]):
-            name, distance = comparison.worst
-            raise RuntimeError(
-                f"verify: the parallel module does not compute what the plain one does: '{name}' is off by"
-                f" {distance:.1e} (allowed {_TOLERANCES[dtype]:.0e}). Nothing was trained. Does training_step change"
-                " parameters, or draw random numbers other than dropout's?"
-            )
-        rank_zero_info(f"verify: loss and gradients equal the plain module's ({comparison}; {seconds:.1f} s)")
+
+def judge(comparison: Comparison, precision: str, seconds: float) -> None:
+    """Say that the comparison went well.
+
+    Raises:
+        RuntimeError: where it did not, naming the worst parameter.
+    """
+    dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(precision, torch.bfloat16)
+    if not comparison.within(_TOLERANCES[dtype]):
+        name, distance = comparison.worst
+        raise RuntimeError(
+            f"verify: the parallel module does not compute what the plain one does: '{name}' is off by"
+            f" {distance:.1e} (allowed {_TOLERANCES[dtype]:.0e}). Nothing was trained. Does training_step change"
+            " parameters, or draw random numbers other than dropout's?"
+        )
+    rank_zero_info(f"verify: loss and gradients equal the plain module's ({comparison}; {seconds:.1f} s)")
 
 
 def _mean(value: Tensor, group: Any) -> Tensor:

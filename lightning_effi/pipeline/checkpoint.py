@@ -1,4 +1,8 @@
-"""One checkpoint of a module whose parameters lie on several stages: gathered, by name, on the first."""
+"""Checkpoints of a module whose parameters lie on several stages.
+
+A full one is gathered, by name, on the first stage. To a sharded one each stage writes its own tensors; of copies, the
+first holder's.
+"""
 
 from __future__ import annotations
 
@@ -44,3 +48,42 @@ def gather_optimizer(optimizer: Optimizer, names: list[list[str]], stages: Stage
         "state": {order[name]: merged[name] for name in sorted(merged, key=order.__getitem__)},
         "param_groups": groups,
     }
+
+
+def merge_stages(
+    tensors: dict[str, Any], rest: dict[str, Any], names: list[list[list[str]]], stages: StageParameters
+) -> None:
+    """Complete what :func:`lightning_effi.checkpoint.sharded.save` found on one stage; every rank must call this.
+
+    Args:
+        tensors: by key, ``model.<name>`` or ``optimizer.<index>.<name>.<state>``; those of other stages are taken out.
+        rest: what is not a tensor, and the names of the tensors of this stage; those of all stages on the first.
+        names: for each optimizer and group, all parameters in the order before the split.
+        stages: of the pipeline.
+    """
+    described = {key: rest[key] for key in ("state_dict", "optimizer_states") if key in rest}
+    for key in [key for key in tensors if not stages.is_written_here(_name_in(key))]:
+        del tensors[key]
+    everywhere = stages.gather(described)
+    if not everywhere:
+        return
+    sources = {key: name for each in reversed(everywhere) for key, name in each["state_dict"]["tensors"].items()}
+    others = {key: value for each in reversed(everywhere) for key, value in each["state_dict"]["others"].items()}
+    rest["state_dict"] = {
+        "tensors": {key: sources[key] for key in stages.state_keys if key in sources},
+        "others": others,
+    }
+    for index, entry in enumerate(rest.get("optimizer_states", ())):
+        parts = [each["optimizer_states"][index] for each in reversed(everywhere)]
+        rest["optimizer_states"][index] = {
+            **entry,
+            "tensors": {name: found for part in parts for name, found in part["tensors"].items()},
+            "others": {name: found for part in parts for name, found in part["others"].items()},
+            "names": names[index],
+        }
+
+
+def _name_in(key: str) -> str:
+    """The name of a parameter or buffer in a key of a sharded checkpoint."""
+    kind, _, name = key.partition(".")
+    return name if kind == "model" else name.partition(".")[2].rpartition(".")[0]

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_effi.step.logs import Logged, StepResult
 
@@ -62,11 +63,12 @@ class MetricSync:
         if not self._metrics:
             return
         mine = dist.get_rank(self._group) == stage
-        message = [{name: _state(metric) for name, metric in self._metrics.items()} if mine else None]
+        message = [{name: _moved(_state(metric), "cpu") for name, metric in self._metrics.items()} if mine else None]
         dist.broadcast_object_list(message, dist.get_process_group_ranks(self._group)[stage], group=self._group)
         if not mine and message[0] is not None:
             for name, state in message[0].items():
-                self._metrics[name].__dict__.update(state)
+                metric = self._metrics[name]
+                metric.__dict__.update(_moved(state, metric.device))
 
 
 class _Named:
@@ -84,3 +86,8 @@ def is_metric(module: nn.Module) -> bool:
 def _state(metric: Any) -> dict[str, Any]:
     keys = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
     return {key: copy.copy(metric.__dict__[key]) for key in keys if key in metric.__dict__}
+
+
+def _moved(state: dict[str, Any], device: Any) -> dict[str, Any]:
+    """A tensor that is sent from another rank's device would arrive on that device."""
+    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, state)

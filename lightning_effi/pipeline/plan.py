@@ -125,6 +125,7 @@ def plan_stages(
     boundaries = tuple(
         Boundary(trace.arguments[trace.blocks[first]], trace.metas[trace.blocks[first]]) for first in firsts[1:]
     )
+    _refuse_complex(trace, firsts[1:])
     holders: dict[str, list[int]] = {}
     for index, each in enumerate(stages):
         for name in each.parameters:
@@ -194,6 +195,17 @@ def _refuse_bypasses(trace: Trace, boundaries: Sequence[int]) -> None:
         for use in trace.block_uses:
             if use.born <= first < use.at and use.value not in crossing:
                 _refuse(use.by, block)
+
+
+def _refuse_complex(trace: Trace, boundaries: Sequence[int]) -> None:
+    """No backend's messages carry complex numbers, and gradients of them do not flow back."""
+    for first in boundaries:
+        block = trace.blocks[first]
+        if any(meta.dtype.is_complex for meta in trace.metas[block]):
+            raise ValueError(
+                f"pipeline: '{block}' is given complex numbers that the model computed, which cannot be sent from stage"
+                " to stage. Hand blocks real and imaginary parts (torch.view_as_real), or use pipeline_parallel_size=1"
+            )
 
 
 def _refuse(by: str, block: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,13 +13,16 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, same_randomness
+from lightning_effi.diagnose.randomness import Randomness
 from lightning_effi.inspect.parameters import describe_parameters
 from lightning_effi.inspect.trunk import find_trunk
 from lightning_effi.pipeline.backward import backward_of_inputs, differentiable
+from lightning_effi.pipeline.engine import PipelineEngine
 from lightning_effi.pipeline.exchange import Exchange
-from lightning_effi.pipeline.intercept import Interception, TensorMeta, signature
+from lightning_effi.pipeline.intercept import Interception, TensorMeta
 from lightning_effi.pipeline.metrics import MetricSync
 from lightning_effi.pipeline.plan import PipelinePlan, plan_stages
 from lightning_effi.pipeline.runtime import execute
@@ -37,8 +39,9 @@ from lightning_effi.pipeline.stages import StageParameters
 from lightning_effi.pipeline.timeline import Timeline
 from lightning_effi.pipeline.trace import Trace, trace_step
 from lightning_effi.step.logs import StepResult, captured_logs
-from lightning_effi.step.split import Piece
+from lightning_effi.step.split import Piece, shapes, tensors
 from lightning_effi.step.state import changed_by
+from lightning_effi.tensor.plan import TensorPlan
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
@@ -74,6 +77,7 @@ class PipelineRunner:
         self._metrics = MetricSync(self._module, group, strategy.data_parallel_group)
         self._traces: dict[Any, Trace] = {}
         self._structure: Any = None
+        self._comparing = False
         self._seed = torch.tensor(torch.initial_seed() % (1 << 62))
         dist.broadcast(self._seed, self._ranks[0], group=group)
 
@@ -90,12 +94,15 @@ class PipelineRunner:
             return
         self._refuse_different_batches(piece.data)
         module, config = self._module, self._config
-        with restored(module):
+        with self._strategy.precision.computing(module), restored(module):
             expected = self._whole_loss(piece, args)
+        tensor = self._plan_tensor(piece, args)
         self._trunk = trunk = find_trunk(module)
-        self._interception = Interception(module, trunk.blocks, trunk.units)
+        with self._strategy.precision.computing(module):
+            self._interception = Interception(module, trunk.blocks, trunk.units)
         try:
-            trace = self._trace(module.training_step, piece.data, args)
+            with self._strategy.precision.computing(module):
+                trace = self._trace(module.training_step, piece.data, args)
             parameters = _parameters_below(module, (*trunk.blocks, *trunk.units))
             numels = {info.name: info.numel for info in describe_parameters(module)}
             sizes = len(self._placement) if config.split == "auto" else config.split
@@ -105,6 +112,8 @@ class PipelineRunner:
             raise
         timeline = Timeline.of(self._schedule(microbatches))
         self.plan = PipelinePlan(stages, boundaries, shared, timeline, self._placement)
+        if tensor is not None:
+            self._strategy.assembly.split_tensors(module, tensor)
         self._structure = _structure(trace)
         self.stages = StageParameters(module, self.plan, self.stage, self._group, self._strategy.layout.pipelines())
         mine = {*self.plan.ranks[self.stage].blocks, *self.plan.ranks[self.stage].units}
@@ -115,8 +124,16 @@ class PipelineRunner:
             for stage, rank in enumerate(self._placement)
             if rank == self.stage
         }
+        self._strategy.assembly.on_split(self.plan, self.plan.ranks[self.stage], tensor)
         self._refuse_another_loss(piece, args, expected)
-        self._strategy.assembly.on_split(self.plan)
+
+    def _plan_tensor(self, piece: Piece, args: Sequence[Any]) -> TensorPlan | None:
+        """How blocks are split among the ranks of a stage; found before anything stands between them and a step."""
+        assembly, precision = self._strategy.assembly, self._strategy.precision
+        if not assembly.tensor.is_pending:
+            return None
+        with torch.inference_mode(False), precision.computing(self._module), precision.train_step_context():
+            return assembly.tensor.plan(self._module, self._module.training_step, (piece.data, *args), {})
 
     def make_whole(self) -> None:
         """Every rank holds the whole module again, as an ordinary one."""
@@ -128,8 +145,6 @@ class PipelineRunner:
 
     def _refuse_different_batches(self, batch: Any) -> None:
         """All stages must work on the same batch; a dataset that draws its own random numbers gives them others."""
-        from lightning_effi.step.split import tensors
-
         state = 0
         for tensor in tensors(batch).values():
             state = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), state)
@@ -143,7 +158,7 @@ class PipelineRunner:
             )
 
     def _whole_loss(self, piece: Piece, args: Sequence[Any]) -> float:
-        with self._comparably(), captured_logs(self._module):
+        with self._comparably(), self._seeded(0), captured_logs(self._module):
             output = self._module.training_step(piece.data, *args)
         return float("nan") if output is None else float(loss_of(output))
 
@@ -166,20 +181,24 @@ class PipelineRunner:
         """Forward and backward of all pieces in the order of the schedule; every rank returns the same results."""
         schedule = self._schedule(len(pieces))
         factors = [weight * scale for weight in weights]
-        results = self._run(schedule, self._module.training_step, [piece.data for piece in pieces], args, factors)
+        data = [piece.data for piece in pieces]
+        results = self._engine.with_parameters(self._run, schedule, self._module.training_step, data, args, factors)
+        self._engine.after_backward()
         self._metrics.follow(self._placement[-1])
         return results
 
     def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]:
         """Forward of each piece without gradients and dropout, all with the same random numbers."""
+        data = [piece.data for piece in pieces]
         with self._comparably():
-            return self._forward_only(self._module.training_step, [piece.data for piece in pieces], args)
+            return self._engine.with_parameters(self._forward_only, self._module.training_step, data, args)
 
     def changes(self, piece: Piece, args: Sequence[Any]) -> list[str]:
         """What ``training_step`` changes on this stage besides gradients."""
         step = self._module.training_step
+        run = partial(self._forward_only, step, [piece.data], args)
         with self._comparably():
-            return changed_by(self._module, lambda: self._forward_only(step, [piece.data], args))
+            return self._engine.with_parameters(changed_by, self._module, run)
 
     def evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """``validation_step`` and its like: the batch goes through the stages uncut, so that all values are exact."""
@@ -231,11 +250,18 @@ class PipelineRunner:
                 results[action.microbatch] = _detached(result)
                 outputs = [result.loss * factor] if result.loss is not None and factor else []
             if action.kind == "I":
-                return backward_of_inputs(outputs, gradients, inputs)
+                backward_of_parameters = backward_of_inputs(outputs, gradients, inputs)
+
+                def finish() -> None:
+                    backward_of_parameters()
+                    self._engine.after_microbatch()
+
+                return finish
             if gradients is not None:
                 torch.autograd.backward(outputs, gradients)
             for loss in outputs if gradients is None else ():
                 self._module.backward(loss)
+            self._engine.after_microbatch()
             return None
 
         exchange = Exchange(schedule, self.stage, self._ranks, self._group, metas)
@@ -262,9 +288,10 @@ class PipelineRunner:
         last = self._placement[-1]
         message: list[Any] = [None]
         if self.stage == last:
-            message = [[self._metrics.portable(_detached(result)) for result in results]]
+            # a tensor of another rank's device would arrive on that device
+            message = [[_moved(self._metrics.portable(_detached(result)), torch.device("cpu")) for result in results]]
         dist.broadcast_object_list(message, self._ranks[last], group=self._group)
-        return [self._metrics.local(result) for result in message[0]]
+        return [self._metrics.local(_moved(result, self._strategy.root_device)) for result in message[0]]
 
     # -- shapes --------------------------------------------------------------------------------------------------------
 
@@ -286,7 +313,7 @@ class PipelineRunner:
         self, step: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = {}
     ) -> Trace:
         assert self._interception is not None
-        key = (getattr(step, "__name__", step), signature(batch), torch.is_grad_enabled(), self._module.training)
+        key = (getattr(step, "__name__", step), shapes(batch), torch.is_grad_enabled(), self._module.training)
         if key not in self._traces:
             module = self._module
             with restored(module), captured_logs(module), self._strategy.precision.forward_context():
@@ -301,18 +328,30 @@ class PipelineRunner:
     def _seeded(self, microbatch: int) -> Iterator[None]:
         """Code that every stage passes through draws the same numbers on all of them, in each micro-batch others."""
         trainer = self._module.trainer
-        with same_randomness():
+        with same_randomness(self._module):
             self._number = (int(self._seed), trainer.global_step, trainer.fit_loop.batch_idx, microbatch)
-            _seed_all(self._number)
+            Randomness(self._module).seed(*self._number)
             yield
 
     def _draw_differently(self, stage: int) -> None:
-        _seed_all((*self._number, stage))
+        if self._comparing:  # with the whole module, which draws one number after the other
+            return
+        Randomness(None).seed(*self._number, stage)
 
     @contextmanager
     def _comparably(self) -> Iterator[None]:
-        with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
-            yield
+        self._comparing = True
+        try:
+            with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
+                yield
+        finally:
+            self._comparing = False
+
+    @property
+    def _engine(self) -> PipelineEngine:
+        engine = self._strategy.engine
+        assert isinstance(engine, PipelineEngine)
+        return engine
 
     @property
     def _module(self) -> Any:
@@ -345,19 +384,17 @@ def _has_loss(output: Any) -> bool:
     return isinstance(output, Tensor) or (isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor))
 
 
-def _detached(result: StepResult) -> StepResult:
-    from torch.utils._pytree import tree_map
+def _moved(result: StepResult, device: torch.device) -> StepResult:
+    def move(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
 
+    for call in result.logged:
+        call.value = move(call.value)
+    return StepResult(move(result.loss), tree_map(move, result.output), result.logged)
+
+
+def _detached(result: StepResult) -> StepResult:
     def detach(value: Any) -> Any:
         return value.detach() if isinstance(value, Tensor) else value
 
     return StepResult(detach(result.loss), tree_map(detach, result.output), result.logged)
-
-
-def _seed_all(numbers: tuple[int, ...]) -> None:
-    import numpy
-
-    seed = zlib.crc32(repr(numbers).encode())
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed)

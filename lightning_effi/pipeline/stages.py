@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_effi import _compat
 from lightning_effi.pipeline.plan import PipelinePlan
 
 
@@ -55,7 +56,7 @@ class StageParameters:
         self.local = {name: p for name, p in module.named_parameters() if name in mine}
         self.shared = {name: held for name, held in plan.shared_by_ranks if stage in held}
         self._shared_groups = self._make_groups(plan, pipelines)
-        self._counted = {id(p) for name, p in self.local.items() if self._first_holder.get(name, 0) == stage}
+        self._counted_ids = {id(parameter) for parameter in self.counted()}
         self._let_go: list[tuple[Tensor, str]] = []
         for name in self.names:
             if name not in mine:
@@ -64,21 +65,33 @@ class StageParameters:
 
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank is the one to count the parameter in a norm: copies count once."""
-        return id(parameter) in self._counted
+        return id(parameter) in self._counted_ids
+
+    def counted(self) -> list[nn.Parameter]:
+        """The parameters of this stage that no earlier one holds, too."""
+        return [p for name, p in self.local.items() if self.is_first_holder(name)]
+
+    def is_first_holder(self, name: str) -> bool:
+        """Whether no earlier stage holds the parameter."""
+        return self._first_holder.get(name, 0) == self._stage
+
+    def is_written_here(self, name: str) -> bool:
+        """Whether this stage is the one to save the parameter or buffer of that name."""
+        return self.is_first_holder(name) if name in self._shapes else self._stage == 0
 
     def add_up_shared(self) -> None:
-        """Sum the gradients of parameters that several stages hold; every rank of the pipeline must call this."""
+        """Sum the gradients of parameters that several stages hold; every rank of the pipeline must call this.
+
+        Ranks that hold the same shard of different copies add up their shards.
+        """
         for held, (group, names) in self._shared_groups.items():
-            if self._stage not in held:
-                continue
-            parameters = [self.local[name] for name in names if self.local[name].requires_grad]
-            used = torch.tensor([float(p.grad is not None) for p in parameters])
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-            for parameter, is_used in zip(parameters, used.tolist(), strict=True):
-                if is_used:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    dist.all_reduce(parameter.grad, group=group)
+            if self._stage in held:
+                sum_gradients([self.local[name] for name in names if self.local[name].requires_grad], group)
+
+    def follow(self, module: nn.Module) -> None:
+        """Take note of the parameters that sharding, or its end, has put in the places of those before."""
+        self.local = {name: module.get_parameter(name) for name in self.local}
+        self._counted_ids = {id(parameter) for parameter in self.counted()}
 
     def leave_to_optimizers(self, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:
         """Take the parameters of other stages out of the optimizers.
@@ -107,6 +120,7 @@ class StageParameters:
             parameter = self.local.get(name)
             if parameter is None:
                 parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad)
+            parameter.data = parameter.data.to(device)
             dist.broadcast(parameter.detach(), self._ranks[self._first_holder.get(name, 0)], group=self._group)
             self._put(name, parameter)
 
@@ -141,8 +155,14 @@ class StageParameters:
                     groups[held] = (group, names)
         return groups
 
+    @property
+    def bytes(self) -> int:
+        """Of all parameters of the whole module."""
+        return sum(shape.numel() * dtype.itemsize for shape, dtype, _, _ in self._shapes.values())
+
     def reduce(self, value: Tensor, operation: Any) -> Tensor:
         """A number that each stage has a part of (a norm), put together over the pipeline."""
+        value = value.to(next(iter(self._shapes.values()))[2])  # a stage without gradients has it on the CPU
         dist.all_reduce(value, operation, group=self._group)
         return value
 
@@ -151,3 +171,32 @@ class StageParameters:
         gathered: list[Any] | None = [None] * len(self._ranks) if self._stage == 0 else None
         dist.gather_object(value, gathered, dst=self._ranks[0], group=self._group)
         return gathered or []
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1) -> None:
+    """Sum gradients over the ranks of ``group``, in one message for each dtype; a missing one counts as zeros.
+
+    A parameter that no rank used keeps no gradient, or weight decay would move it.
+
+    Args:
+        parameters: the same ones on all ranks, plain or the same shards.
+        group: whose gradients are summed.
+        divisor: of the sums.
+    """
+    if dist.get_world_size(group) == 1 or not parameters:
+        return
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    used = used.to(_compat.local_tensor(parameters[0]).device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.dtype, []).append(_compat.local_tensor(parameter.grad))
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, part in zip(gradients, flat.div_(divisor).split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))

@@ -37,8 +37,7 @@ class Engine:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.keeps_unreduced = False
-        """While set, ``zero_grad`` does not reach gradients that were not reduced yet."""
+        self._keeps_unreduced = False
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a step hook of the module with its parameters ready for use."""
@@ -54,11 +53,23 @@ class Engine:
         """Inside, a backward is a window of its own, also within :meth:`accumulate`."""
         yield
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, forward and backward of a step send nothing to other ranks once parameters are gathered."""
+        yield
+
     def before_backward(self, loss: Tensor) -> None:
         """Called right before autograd runs."""
 
     def after_backward(self) -> None:
         """Called right after autograd ran; gradients of a closed window are reduced afterwards."""
+
+    def after_microbatch(self) -> None:
+        """Called after each of several backwards of one step, after the last of which :meth:`after_backward` comes."""
+
+    def keep_unreduced(self, keep: bool) -> None:
+        """While kept, ``zero_grad`` does not reach gradients that were not reduced yet."""
+        self._keeps_unreduced = keep
 
     def before_optimizer_step(self) -> None:
         """Leave each parameter with the gradient that the optimizer should see."""

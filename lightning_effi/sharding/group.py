@@ -102,6 +102,11 @@ class LiveGroup:
             _compat.fsdp_upcast_unreduced_grad(param)
         self._run_post_backward()
 
+    def set_aside(self) -> None:
+        """Add the gradients of one backward to those of the backwards before it, in the reduction's dtype."""
+        for param in self._params:
+            _compat.fsdp_upcast_unreduced_grad(param)
+
     def keep_unreduced(self) -> None:
         """End this group's part of a backward that does not reduce (FSDP2 accumulates the full gradients)."""
         self._run_post_backward()

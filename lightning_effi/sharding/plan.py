@@ -72,7 +72,8 @@ class ShardingPlan:
     def bytes_per_rank(self, moments: int | None) -> dict[str, int]:
         """Bytes that one rank holds at the end of a window's last backward but one, or of its only one.
 
-        In stage 1 the gradients of a window add up in full size before they are sharded.
+        In stage 1 the gradients of a window add up in full size before they are sharded, and on a pipeline's stage,
+        which also gathers its parameters once for all micro-batches, those of a step.
 
         Args:
             moments: tensors of the parameter's shape that the optimizer keeps (Adam 2, plain SGD 0); ``None`` where
@@ -85,14 +86,15 @@ class ShardingPlan:
         costs = {
             "parameters": sum(_shard_bytes(p, shards) for p in every) + sum(p.bytes for p in self.replicated),
             "gradients": trainable
-            if self.zero_stage >= 2 or not self.is_sharded
+            if (self.zero_stage >= 2 and self.layout.pipeline == 1) or not self.is_sharded
             else self._full_gradients + replicated,
         }
         if moments is not None:
             costs["optimizer states"] = moments * trainable
         if self.is_sharded:
             largest = (self._gathered_bytes(group) for group in self.groups)
-            costs["gathered parameters"] = max(largest) if self.zero_stage == 3 else sum(largest)
+            one_by_one = self.zero_stage == 3 and self.layout.pipeline == 1
+            costs["gathered parameters"] = max(largest) if one_by_one else sum(largest)
         return costs
 
     @property
@@ -131,10 +133,19 @@ class ShardingPlan:
         return "\n".join(lines)
 
 
-def plan_sharding(module: nn.Module, layout: Layout, zero_stage: int, compute: Compute) -> ShardingPlan:
+def plan_sharding(
+    module: nn.Module, layout: Layout, zero_stage: int, compute: Compute, blocks: Sequence[str] | None = None
+) -> ShardingPlan:
     """Group the parameters of ``module``: one group per block, the rest with the root.
 
     Scalars are replicated, since FSDP2 cannot shard a 0-dim tensor.
+
+    Args:
+        module: whole, or cut down to one stage of a pipeline.
+        layout: of the ranks.
+        zero_stage: 0 to 3.
+        compute: what the precision asks for.
+        blocks: names of the blocks, where they are known already.
     """
     infos = describe_parameters(module)
     scalars = tuple(info for info in infos if not info.shape)
@@ -143,7 +154,8 @@ def plan_sharding(module: nn.Module, layout: Layout, zero_stage: int, compute: C
     if zero_stage == 0 and not compute.everywhere and layout.tensor == 1:
         return ShardingPlan(zero_stage, layout, (), tuple(infos), compute)
 
-    blocks = [block.name for block in find_blocks(module)]
+    if blocks is None:
+        blocks = [block.name for block in find_blocks(module)]
     members: dict[str, list[ParameterInfo]] = {name: [] for name in [*blocks, ROOT]}
     for info in infos:
         if info.shape:
@@ -155,6 +167,12 @@ def plan_sharding(module: nn.Module, layout: Layout, zero_stage: int, compute: C
         if found
     )
     return ShardingPlan(zero_stage, layout, groups, scalars, compute)
+
+
+def everywhere_low(module: nn.Module, compute: Compute) -> set[str]:
+    """Names of the parameters in low precision where that holds for all but the kept ones (and scalars)."""
+    kept = _names_below(module, [name for name, _ in module.named_modules() if _matches(name, compute.keep_fp32)])
+    return {info.name for info in describe_parameters(module) if info.shape} - kept
 
 
 def _owner(parameter: str, blocks: Iterable[str]) -> str:
@@ -173,7 +191,7 @@ def _low_precision_names(
         return set()
     kept = _names_below(module, [name for name, _ in module.named_modules() if _matches(name, compute.keep_fp32)])
     if compute.everywhere:
-        return {info.name for info in infos} - kept
+        return everywhere_low(module, compute)
     matmul = [name for name, child in module.named_modules() if _is_matmul(child)]
     in_blocks = {info.name for info in infos if _owner(info.name, blocks) != ROOT}
     return (_names_below(module, matmul) & in_blocks) - kept

@@ -38,6 +38,7 @@ class ReplicatedEngine(Engine):
         self._group = group
         self._device = device
         self._sync_every_backward = sync_every_backward
+        self._alone = False
         DeferredValues(module).fill_through(module)
         module.to(device)
         self.sync_states()
@@ -55,7 +56,7 @@ class ReplicatedEngine(Engine):
         broadcast_states([*self.module.parameters(), *self.module.buffers()], self._group)
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self._alone or not torch.is_grad_enabled():
             return step(*args, **kwargs)
         ddp = self._current_ddp()
         if ddp is None:
@@ -107,6 +108,14 @@ class ReplicatedEngine(Engine):
         else:
             with ddp.no_sync():
                 yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
 
     @contextmanager
     def whole_window(self) -> Iterator[None]:

@@ -45,6 +45,8 @@ class ShardedEngine(Engine):
         device: where the shards live.
         sync_every_backward: reduce gradients in each backward of an accumulation window, or only in the last.
         processes_per_node: how many processes share this machine's memory.
+        driven: several forwards are under way at a time, of which FSDP2's hooks know nothing (a pipeline stage): all
+            parameters are gathered for a whole step in every stage, and gradients are reduced when it is over.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ShardedEngine(Engine):
         device: torch.device,
         sync_every_backward: bool,
         processes_per_node: int,
+        driven: bool = False,
     ) -> None:
         super().__init__(module)
         if _compat.fsdp_groups(module):
@@ -69,7 +72,8 @@ class ShardedEngine(Engine):
         _compat.log_scalars_globally()
         self._plan = plan
         self._processes_per_node = processes_per_node
-        self._gather_all = plan.zero_stage < 3
+        self._driven = driven
+        self._gather_all = plan.zero_stage < 3 or driven
         self._sync_every_backward = sync_every_backward
         self._in_step = False
         self._window_open = False
@@ -108,7 +112,7 @@ class ShardedEngine(Engine):
                 tensor.data = ours
             scalars = {self.module.get_parameter(info.name) for info in self._plan.replicated}
             target = self.root if name == ROOT else unit
-            reshard = self._plan.zero_stage == 3 and name != ROOT
+            reshard = not self._gather_all and name != ROOT
             fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
             _compat.fsdp_keep_class_name(target)
             done.update(id(buffer) for buffer in unit.buffers())
@@ -120,9 +124,11 @@ class ShardedEngine(Engine):
         for fsdp_group in _compat.fsdp_groups(self.root):
             first = names[id(_compat.fsdp_sharded_param(_compat.fsdp_params(fsdp_group)[0]))]
             plan = next(p for p in plans.values() if any(info.name == first for info in p.parameters))
-            regathers = self._plan.zero_stage == 3 and plan.module != ROOT
+            regathers = not self._gather_all and plan.module != ROOT
             live.append(LiveGroup(plan, fsdp_group, self._plan.compute, names, regathers))
         _compat.fsdp_initialize(self.root)
+        if self._driven:
+            _compat.fsdp_take_off_hooks(self.root)
         return live
 
     def _register_hooks(self) -> None:
@@ -169,7 +175,7 @@ class ShardedEngine(Engine):
         # that runs backward itself.
         last = not self._window_open and not manual
         for group in self._groups:
-            keep = not last and (self._gather_all or group is self._root_group)
+            keep = self._driven or (not last and (self._gather_all or group is self._root_group))
             group.configure(reduce=self._reduces_now, reshard=not keep)
         self._gather()
         self._in_step = True
@@ -218,6 +224,19 @@ class ShardedEngine(Engine):
         finally:
             self._window_open = was_open
 
+    def after_microbatch(self) -> None:
+        for group in self._groups:
+            group.set_aside()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        every, self._sync_every_backward = self._sync_every_backward, False
+        try:
+            with self.accumulate():
+                yield
+        finally:
+            self._sync_every_backward = every
+
     @property
     def _reduces_now(self) -> bool:
         return self._sync_every_backward or not self._window_open
@@ -245,7 +264,7 @@ class ShardedEngine(Engine):
 
         def zero_grad(set_to_none: bool = True) -> None:
             original(set_to_none)
-            if not self.keeps_unreduced:
+            if not self._keeps_unreduced:
                 self._reduction.discard({id(p) for group in optimizer.param_groups for p in group["params"]})
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
@@ -273,6 +292,12 @@ class ShardedEngine(Engine):
         needed = sum(p.numel() * p.element_size() for p in self.module.parameters())
         if self._agreement.any([needed * self._processes_per_node > 0.5 * available_memory()])[0]:
             return False
+        self.undo(optimizers)
+        return True
+
+    def undo(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make the module an ordinary one on the CPU; all ranks must call this."""
+        self.rest()
         for handle in self._handles:
             handle.remove()
         for name in _TOGGLES:
@@ -282,7 +307,6 @@ class ShardedEngine(Engine):
         _compat.fsdp_undo(self.root, full)
         detached.attach(self.module)
         self.module.cpu()
-        return True
 
     # -- errors ------------------------------------------------------------------------------------------------------
 

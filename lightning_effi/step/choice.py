@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_effi.config import Microbatches
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.step.logs import LogRules, StepResult
-from lightning_effi.step.split import Piece, cut
+from lightning_effi.step.split import Piece, cut, replaced, tensors
 from lightning_effi.step.weights import Rule, candidates, fixed_rule
 
 # Where rules stay indistinguishable within rounding for so many comparisons, the likeliest of them is taken for good.
@@ -29,6 +29,8 @@ class WeightChoice:
         agreement: among all ranks that run a step together, or ``None``.
         run: forward of some pieces without gradients, from equal randomness; its losses are compared.
         log_rules: learns on the way how logged values combine.
+        counts: the amounts themselves are asked for, too (:meth:`amounts`), since windows and ranks are averaged by
+            them.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class WeightChoice:
         agreement: Agreement | None,
         run: Callable[[Sequence[Piece]], list[StepResult]],
         log_rules: LogRules,
+        counts: bool = False,
     ) -> None:
+        self._counts = counts
         self._config = config
         self._low_precision = low_precision
         self._agreement = agreement
@@ -58,10 +62,14 @@ class WeightChoice:
         """
         if self._fixed is not None:
             return self._fixed(pieces)
+        if self._counts:
+            self._find_counted_positions(batch, rows)
         if len(pieces) == 1:
             return [1.0]
         if self._rules is None:
             self._rules = self._common(candidates(self._config, batch, rows))
+        if not self._comparisons:
+            self._refuse_to_join(batch, pieces)
             self._compare(batch, rows, pieces, uneven=True)
         while len(self._rules) > 1 and self._any([self._disagree(pieces)])[0]:
             self._compare(batch, rows, pieces, uneven=False)
@@ -75,6 +83,43 @@ class WeightChoice:
                 " different kinds need an explicit rule: Microbatches(weight=...)"
             )
         return weights
+
+    def amounts(self, pieces: Sequence[Piece]) -> list[float]:
+        """What each piece counts for in the mean over windows and ranks; known once :meth:`weights` was called."""
+        assert self._rules is not None
+        return [float(self._rules[0].amount(piece)) for piece in pieces]
+
+    def _find_counted_positions(self, batch: Any, rows: int) -> None:
+        """Whether the first position of the labels counts, which batches of full rows do not tell by their weights.
+
+        The batch is run again with the first position ignored: a causal model's loss does not notice.
+
+        Raises:
+            ValueError: where several tensors are called as the labels are.
+        """
+        if self._rules is None:
+            self._rules = self._common(candidates(self._config, batch, rows))
+            if len({rule.labels for rule in self._rules}) > 1:
+                names = ", ".join(dict.fromkeys(f"'{rule.labels}'" for rule in self._rules))
+                raise ValueError(f"microbatches: weight='valid_labels' finds several labels in a batch: {names}")
+        if len(self._rules) == 1:
+            return
+        whole = Piece(batch, 0, rows)
+        amounts = [float(rule.amount(whole)) for rule in self._rules]
+        if not self._any([amounts[0] != amounts[1]])[0]:
+            return
+        labels = tensors(batch)[str(self._rules[0].labels)]
+        masked = labels.clone()
+        masked[:, 0] = self._config.ignore_index
+        with_first, without = self._run([whole, Piece(replaced(batch, labels, masked), 0, rows)])
+        noticed = with_first.loss is None or without.loss is None or not torch.equal(with_first.loss, without.loss)
+        self._rules = [self._rules[1] if self._any([noticed])[0] else self._rules[0]]
+
+    def uncut(self, batch: Any, pieces: Sequence[Piece]) -> list[tuple[Any, float]]:
+        """What ``training_step`` can be given without being cut, with weights that make up the loss of the batch."""
+        if self._config.splitter is None or self._fixed is None:
+            return [(batch, 1.0)]
+        return [(piece.data, weight) for piece, weight in zip(pieces, self._fixed(pieces), strict=True)]
 
     def _common(self, rules: list[Rule]) -> list[Rule]:
         """Only those that all ranks know, in the first rank's order, since they are ruled out together."""
@@ -135,6 +180,15 @@ class WeightChoice:
         neighbours = itertools.pairwise(pieces)
         pair = next((list(pair) for pair in neighbours if self._disagree(pair)), list(pieces[:2]))
         return cut(batch, rows, pair[0].start, pair[1].stop), pair
+
+    def _refuse_to_join(self, batch: Any, pieces: Sequence[Piece]) -> None:
+        """A batch that is a list of micro-batches cannot be given to ``training_step`` as a whole."""
+        if isinstance(batch, (list, tuple)) and any(piece.data is item for piece in pieces for item in batch):
+            raise ValueError(
+                "microbatches: a batch that is a list of micro-batches already has no uncut form with which their"
+                ' losses could be compared. Say how to weight them: Microbatches(weight="samples" | "uniform" |'
+                ' "package.function")'
+            )
 
     def _refuse(self, losses: list[float], predicted: list[float | None]) -> None:
         assert self._rules is not None

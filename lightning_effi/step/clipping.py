@@ -7,7 +7,8 @@ norm of the whole, unsharded gradient: shards are added up over their ranks, rep
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,8 @@ class Stages(Protocol):
 
     def counts(self, parameter: Tensor) -> bool: ...
 
+    def counted(self) -> Iterable[nn.Parameter]: ...
+
     def reduce(self, value: Tensor, operation: Any) -> Tensor: ...
 
 
@@ -30,17 +33,38 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float = 2.0, st
 
     A parameter given twice, or held by several stages of a pipeline, counts once. Without any gradient the norm is 0.
     """
-    by_placement: dict[Any, list[Tensor]] = {}
     if stages is not None:
         parameters = [parameter for parameter in parameters if stages.counts(parameter)]
-    for gradient in _gradients(parameters):
+    return _norm(_gradients(parameters), norm_type, stages)
+
+
+@contextmanager
+def norms_over(stages: Stages | None) -> Iterator[None]:
+    """Inside, ``torch.nn.utils.clip_grad_norm_`` of the module's own code clips by the norm over all stages.
+
+    Each stage's own norm would give each stage another coefficient, without a word. Every stage must make the call.
+    """
+
+    def norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+        assert stages is not None
+        given = {id(gradient) for gradient in gradients}
+        counted = [p.grad for p in stages.counted() if p.grad is not None and id(p.grad) in given]
+        return _norm(counted, norm_type, stages)
+
+    with _compat.total_norm_replaced(None if stages is None else norm):
+        yield
+
+
+def _norm(gradients: Iterable[Tensor], norm_type: float, stages: Stages | None) -> Tensor:
+    by_placement: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
         by_placement.setdefault(_placement(gradient), []).append(_compat.local_tensor(gradient))
     parts = []
-    for placement, gradients in by_placement.items():
+    for placement, found in by_placement.items():
         # a rank may hold no row of a short parameter, and an empty tensor has no maximum
-        part = torch.nn.utils.get_total_norm([g for g in gradients if g.numel()], norm_type)
-        dtype = functools.reduce(torch.promote_types, (g.dtype for g in gradients))
-        part = part.to(gradients[0].device, dtype)  # also where nothing was left, so that all ranks send alike
+        part = torch.nn.utils.get_total_norm([g for g in found if g.numel()], norm_type)
+        dtype = functools.reduce(torch.promote_types, (g.dtype for g in found))
+        part = part.to(found[0].device, dtype)  # also where nothing was left, so that all ranks send alike
         if norm_type != torch.inf:
             part = part**norm_type
         parts.append(_reduce_over_shards(part, placement, norm_type))

@@ -20,12 +20,14 @@ from lightning_effi.diagnose.probe import restored
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.step.choice import WeightChoice
 from lightning_effi.step.logs import LogRules, StepResult, combine_outputs, weighted_sum
+from lightning_effi.step.retry import MemoryTrial
+from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.step.split import Piece, count_rows, split
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_effi.config import EffiConfig
+    from lightning_effi.config import EffiConfig, Microbatches
     from lightning_effi.strategy import EffiStrategy
 
 
@@ -45,6 +47,14 @@ class Runner(Protocol):
     def changes(self, piece: Piece, args: Sequence[Any]) -> list[str]: ...
 
 
+class Verification(Protocol):
+    """Compares the first batch with a step of the whole module."""
+
+    def expect(self, parts: Sequence[tuple[Any, float]], args: Sequence[Any]) -> None: ...
+
+    def compare(self, pieces: Sequence[Piece], weights: Sequence[float], args: Sequence[Any]) -> None: ...
+
+
 class MicrobatchedStep:
     """Cuts each batch, weights the pieces, and hands Lightning the output of the whole batch.
 
@@ -53,19 +63,33 @@ class MicrobatchedStep:
         runner: how the pieces are run.
         count: pieces per batch; a batch of fewer rows has one a row.
         agreement: among all ranks that run a step together, or ``None``.
+        verification: of the first batch, where it is asked for.
     """
 
-    def __init__(self, strategy: EffiStrategy, runner: Runner, count: int, agreement: Agreement | None) -> None:
+    def __init__(
+        self,
+        strategy: EffiStrategy,
+        runner: Runner,
+        count: int,
+        agreement: Agreement | None,
+        verification: Verification | None = None,
+    ) -> None:
         self._strategy = strategy
+        self._verification = verification
         self._runner = runner
         self._count = count
         self._agreement = agreement
         self._shelf = GradientShelf()
         self._probed = False
+        self._trial: MemoryTrial | None = None
+        if strategy.config.microbatches.oom_retry and isinstance(runner, SequentialRunner):
+            self._trial = MemoryTrial(strategy, lambda piece: runner.try_out(piece, self._args), agreement)
         self._told_whole: tuple[str, ...] = ()
         self._log_rules = LogRules()
         self._args: Sequence[Any] = ()
+        module = strategy.lightning_module
         config = strategy.config.microbatches
+        self._sums = counts_over_windows(config, strategy.data_parallel_size, module)
         self._splitter = None if config.splitter is None else resolve_name(config.splitter)
         self._choice = WeightChoice(
             config,
@@ -73,6 +97,7 @@ class MicrobatchedStep:
             agreement=agreement,
             run=self._compare,
             log_rules=self._log_rules,
+            counts=self._sums,
         )
 
     @property
@@ -85,14 +110,27 @@ class MicrobatchedStep:
         module = self._strategy.lightning_module
         assert module is not None
         self._args = args
-        rows, pieces = self._cut(batch)
+        if self._trial is not None and module.trainer.global_step == 0:
+            self._count = self._trial.count_that_fits(self._count, lambda count: self._cut(batch, count)[1])
+        rows, pieces = self._cut(batch, self._count)
+        if self._verification is not None:
+            self._verification.expect(self._choice.uncut(batch, pieces), args)
         self._runner.prepare(pieces[0], args, len(pieces))
         if not self._probed and (len(pieces) > 1 or self._strategy.layout.pipeline > 1):
             self._probe(pieces[0])
         weights = self._choice.weights(batch, rows, pieces)
+        if self._verification is not None:
+            self._verification.compare(pieces, weights, args)
+            self._verification = None
         window = module.trainer.accumulate_grad_batches
         self._shelf.start(self._strategy, is_first=module.trainer.fit_loop.batch_idx % window == 0)
-        results = self._runner.train(pieces, weights, 1.0 / window, args)
+        if self._sums:  # sums over labels, divided when the window is closed
+            amounts = self._choice.amounts(pieces)
+            results = self._runner.train(pieces, amounts, 1.0, args)
+            if any(result.loss is not None for result in results):
+                self._strategy.window.weigh(sum(amounts))
+        else:
+            results = self._runner.train(pieces, weights, 1.0 / window, args)
         self._shelf.put_aside()
         return self._output(results, weights, [piece.rows for piece in pieces])
 
@@ -100,23 +138,14 @@ class MicrobatchedStep:
         """In place of autograd in Lightning's ``backward``."""
         self._shelf.give_back()
 
-    def _cut(self, batch: Any) -> tuple[int, list[Piece]]:
+    def _cut(self, batch: Any, count: int) -> tuple[int, list[Piece]]:
         if self._splitter is not None:
-            pieces, start = [], 0
-            for data in self._splitter(batch, self._runner.fitting(self._count)):
-                pieces.append(Piece(data, start, start + count_rows(data).count))
-                start = pieces[-1].stop
-            if (count := self._runner.fitting(len(pieces))) != len(pieces):
-                raise ValueError(
-                    f"microbatches: the splitter gave {len(pieces)} pieces, which the pipeline's schedule cannot have;"
-                    f" {count} would do. Use pipeline='1f1b', or another number of pieces"
-                )
-            return start, pieces
+            return self._split_by_user(batch, count)
         try:
             rows = count_rows(batch)
         except ValueError as error:
             raise ValueError(
-                f"microbatches={self._count}: the batch cannot be cut by rows, since {error}. Give a function"
+                f"microbatches={count}: the batch cannot be cut by rows, since {error}. Give a function"
                 ' (batch, n) -> list: Microbatches(splitter="package.function"), or use microbatches=1'
             ) from error
         if rows.whole and rows.whole != self._told_whole:
@@ -125,10 +154,46 @@ class MicrobatchedStep:
                 f"lightning_effi: batches have {rows.count} rows; handed whole to each micro-batch:"
                 f" {', '.join(rows.whole)}"
             )
-        count = min(self._count, rows.count)
+        count = min(count, rows.count)
         if self._agreement is not None:  # ranks talk to each other in each piece, so all cut alike
             count = self._agreement.least(count)
         return rows.count, split(batch, rows.count, self._runner.fitting(count))
+
+    def _split_by_user(self, batch: Any, count: int) -> tuple[int, list[Piece]]:
+        """Pieces from the user's splitter; of packed sequences, which have no rows, each counts as one.
+
+        Raises:
+            ValueError: on all ranks, where they do not get the same number of pieces, or one of them gets none.
+        """
+        assert self._splitter is not None
+        name = self._strategy.config.microbatches.splitter
+        parts = list(self._splitter(batch, self._runner.fitting(count)))
+        if parts and (legal := self._runner.fitting(len(parts))) != len(parts):
+            raise ValueError(
+                f"microbatches: splitter {name} returned {len(parts)} micro-batches, which the pipeline's schedule"
+                f" cannot have; {legal} would do. Use pipeline='1f1b', or another number of pieces"
+            )
+        numbers = [len(parts)] if self._agreement is None else self._agreement.gather(len(parts))
+        if len(set(numbers)) > 1 or not parts:
+            raise ValueError(
+                f"microbatches: splitter {name} returned {', '.join(map(str, numbers))} micro-batches on the ranks of"
+                " one step, which needs the same number on all of them, and at least one"
+            )
+        pieces, start = [], 0
+        for data in parts:
+            try:
+                rows = count_rows(data).count
+            except ValueError as error:
+                if self._strategy.config.microbatches.weight in ("auto", "samples"):
+                    raise ValueError(
+                        f"microbatches: splitter {name} returned a micro-batch whose rows cannot be counted, since"
+                        f' {error}. Say how to weight it: Microbatches(weight="uniform" | "valid_labels" |'
+                        ' "package.function")'
+                    ) from error
+                rows = 1
+            pieces.append(Piece(data, start, start + rows))
+            start += rows
+        return start, pieces
 
     def _probe(self, piece: Piece) -> None:
         """A step that keeps state would change it once a micro-batch.
@@ -145,10 +210,12 @@ class MicrobatchedStep:
             changed = sorted(set().union(*self._agreement.gather(changed)))
         if changed:
             names = ", ".join(f"'{name}'" for name in changed[:5]) + (" ..." if len(changed) > 5 else "")
+            alone = "pipeline_parallel_size=1 with " if self._strategy.layout.pipeline > 1 else ""
+            elsewhere = ", and only on the stage that runs it" if alone else ""
             raise RuntimeError(
-                f"microbatches={self._count}: training_step changes {names}, and would do so once for each micro-batch."
-                " Use microbatches=1 with accumulate_grad_batches, or change it in a hook such as on_train_batch_start;"
-                " in place of BatchNorm use GroupNorm or LayerNorm, or freeze it with eval()"
+                f"microbatches={self._count}: training_step changes {names}, and would do so once for each micro-batch"
+                f"{elsewhere}. Use {alone}microbatches=1 and accumulate_grad_batches, or change it in a hook such as"
+                " on_train_batch_start; in place of BatchNorm use GroupNorm or LayerNorm, or freeze it with eval()"
             )
 
     def _compare(self, pieces: Sequence[Piece]) -> list[StepResult]:
@@ -175,7 +242,13 @@ class MicrobatchedStep:
         return {"loss": loss, **extra} if extra else loss
 
 
-def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig, data_parallel_size: int) -> None:
+def counts_over_windows(config: Microbatches, data_parallel_size: int, module: Any) -> bool:
+    """Whether several batches make up an update whose mean is to be one over all their valid labels."""
+    several = data_parallel_size > 1 or module.trainer.accumulate_grad_batches > 1
+    return config.weight == "valid_labels" and several
+
+
+def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig) -> None:
     """What is known before the first batch to be impossible in micro-batches.
 
     Raises:
@@ -198,13 +271,6 @@ def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig, data_paral
             f"microbatches={count} cuts the batch that training_step is given, and {type(module).__name__}'s takes a"
             " dataloader_iter. Use microbatches=1, or training_step(self, batch, batch_idx)"
         )
-    several = data_parallel_size > 1 or module.trainer.accumulate_grad_batches > 1
-    if config.microbatches.weight == "valid_labels" and several:
-        raise ValueError(
-            'microbatches: weight="valid_labels" over several data-parallel ranks or an accumulation window is not'
-            ' carried out by this version. Use weight="auto", which weights inside each batch and averages over ranks'
-            " and window as Lightning does"
-        )
 
 
 class GradientShelf:
@@ -226,6 +292,8 @@ class GradientShelf:
         """
         self._strategy = strategy
         self._is_first = is_first
+        self._kept.clear()  # of a step that returned no loss, after which no backward came
+        strategy.engine.keep_unreduced(False)
         if is_first:
             for optimizer in strategy.optimizers:
                 optimizer.zero_grad()
@@ -235,7 +303,7 @@ class GradientShelf:
         assert self._strategy is not None
         if not self._is_first:
             return
-        self._strategy.engine.keeps_unreduced = True
+        self._strategy.engine.keep_unreduced(True)
         for parameter in self._parameters():
             if parameter.grad is not None:
                 self._kept.append((parameter, parameter.grad))
@@ -243,7 +311,7 @@ class GradientShelf:
 
     def give_back(self) -> None:
         assert self._strategy is not None
-        self._strategy.engine.keeps_unreduced = False
+        self._strategy.engine.keep_unreduced(False)
         for parameter, gradient in self._kept:
             parameter.grad = gradient
         self._kept.clear()

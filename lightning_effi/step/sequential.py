@@ -67,12 +67,21 @@ class SequentialRunner:
         module.backward(loss)
         self._strategy.engine.after_backward()
 
+    def try_out(self, piece: Piece, args: Sequence[Any]) -> None:
+        """Forward and backward of one piece for the sake of its memory; the caller forgets the gradients."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        with self._strategy.precision.train_step_context():
+            result = self._forward(piece, args)
+        if result.loss is not None:
+            result.loss.backward()
+
     def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]:
         """Forward of each piece without gradients and dropout, all from the same random state."""
         results = []
         with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
             for piece in pieces:
-                with same_randomness():
+                with same_randomness(self._strategy.lightning_module):
                     results.append(self._forward(piece, args))
         self._strategy.engine.rest()
         return results

@@ -42,6 +42,21 @@ def tensors(batch: Any) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in _leaves(batch, "") if isinstance(leaf, Tensor)}
 
 
+def shapes(batch: Any) -> Any:
+    """What may decide the shapes of a computation on ``batch``: shapes and dtypes of its tensors, plain values, and of
+    lists of texts, which differ in every batch, the lengths. Hashable.
+    """
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape), batch.dtype
+    if _is_plain_list(batch) and all(isinstance(item, (str, bytes)) for item in batch):
+        return type(batch), len(batch)
+    if isinstance(batch, (list, tuple)) and not _children(batch):
+        return type(batch), tuple(batch)
+    if children := _children(batch):
+        return type(batch), tuple((key, shapes(child)) for key, child in children)
+    return batch if isinstance(batch, (bool, int, float, str, bytes, type(None))) else type(batch)
+
+
 def count_rows(batch: Any) -> Rows:
     """Find the rows of a batch.
 
@@ -59,6 +74,11 @@ def count_rows(batch: Any) -> Rows:
         listing = ", ".join(f"'{name}' {size}" for name, size in sizes.items())
         raise ValueError(f"its tensors have different first dims, and none is that of most of them ({listing})")
     return Rows(rows, tuple(name for name, size in sizes.items() if size != rows))
+
+
+def replaced(batch: Any, old: Tensor, new: Tensor) -> Any:
+    """``batch`` with another tensor in the place of one of its own."""
+    return _map(batch, lambda leaf: new if leaf is old else leaf)
 
 
 def cut(batch: Any, rows: int, start: int, stop: int) -> Piece:

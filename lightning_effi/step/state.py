@@ -43,10 +43,10 @@ def changed_by(module: nn.Module, step: Callable[[], Any]) -> list[str]:
     The caller restores the module.
     """
     writes = _ParameterWrites(module)
-    with same_randomness(), writes:
+    with same_randomness(module), writes:
         step()
     before = _state(module)
-    with same_randomness():
+    with same_randomness(module):
         step()
     after = _state(module)
     return sorted(writes.names) + [name for name, value in after.items() if not _same(value, before.get(name))]

@@ -29,11 +29,13 @@ class Rule:
         name: as a user would say it.
         amount: what is counted in a piece.
         normalized: weights are shares of the whole (a mean); otherwise the amounts themselves (a sum).
+        labels: name of the tensor whose entries are counted, if that is what the rule does.
     """
 
     name: str
     amount: Callable[[Piece], Tensor | float]
     normalized: bool = True
+    labels: str | None = None
 
     def weights(self, pieces: Sequence[Piece]) -> list[float] | None:
         """One weight a piece; ``None`` where the rule does not apply to such a batch."""
@@ -107,9 +109,10 @@ def _label_rules(name: str, labels: Tensor, ignored: int, called: str) -> list[R
         valid = tensors(piece.data)[name] != ignored
         return (valid[:, first:] if first else valid).sum()
 
-    rules = [Rule(called, lambda piece: counted(piece, 0))]
+    rules = [Rule(called, lambda piece: counted(piece, 0), labels=name)]
     if labels.dim() >= 2 and labels.shape[1] > 1:
-        rules.insert(0, Rule(f"{called}, the first position left out", lambda piece: counted(piece, 1)))
+        shifted = f"{called}, the first position left out"
+        rules.insert(0, Rule(shifted, lambda piece: counted(piece, 1), labels=name))
     return rules
 
 

@@ -50,8 +50,12 @@ def run_until_it_crashes(fault: str, notes: Path) -> tuple[float, str]:
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("sample", "OSError: sample 13 cannot be read"), ("step", "ArithmeticError: the loss of batch 2 is wrong")],
-    ids=["sample-on-rank1", "step-on-rank0"],
+    [
+        ("sample", "OSError: sample 13 cannot be read"),
+        ("step", "ArithmeticError: the loss of batch 2 is wrong"),
+        ("last stage", "KeyError: 'no such class'"),
+    ],
+    ids=["sample-on-rank1", "step-on-rank0", "loss-on-the-last-stage"],
 )
 def test_error_on_one_rank_ends_all_and_is_shown(fault: str, message: str, tmp_path: Path) -> None:
     seconds, output = run_until_it_crashes(fault, tmp_path)

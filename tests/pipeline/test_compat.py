@@ -6,8 +6,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
 
 from lightning_effi import _compat
+from tests.harness import run_distributed
 
 
 def test_fake_tensors_have_shapes_and_take_constants_from_outside() -> None:
@@ -36,3 +40,37 @@ def test_order_of_a_pipeline(name: str, stages: int, kinds: str) -> None:
     for actions in orders:
         assert {kind for kind, _, _ in actions} == set(kinds)
         assert len(set(actions)) == len(actions) == len(kinds) * stages * 4
+
+
+def forward_without_hooks() -> bool:
+    layer = nn.Linear(2, 2, bias=False)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    _compat.fsdp_initialize(layer)
+    _compat.fsdp_take_off_hooks(layer)
+    return not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def test_parameter_groups_can_be_driven_by_hand() -> None:
+    assert run_distributed(forward_without_hooks, 1) == [True]
+
+
+def test_clipping_takes_its_norm_from_elsewhere() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    seen: list[float] = []
+
+    def norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        seen.append(norm_type)
+        assert gradients[0] is parameter.grad
+        return torch.tensor(50.0)
+
+    with _compat.total_norm_replaced(norm):
+        assert float(clip_grad_norm_([parameter], 5.0, norm_type=3)) == 50.0
+    assert seen == [3.0]
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.3, 0.4]))
+    assert float(clip_grad_norm_([parameter], 5.0)) == pytest.approx(0.5)
+    with (
+        _compat.total_norm_replaced(lambda *_: torch.tensor(float("nan"))),
+        pytest.raises(RuntimeError, match="non-fin"),
+    ):
+        clip_grad_norm_([parameter], 5.0, error_if_nonfinite=True)

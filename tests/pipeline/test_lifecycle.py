@@ -52,6 +52,11 @@ class Classifier(GPT):
         self.log("val_mean", self.val_mean.compute())
         self.val_mean.reset()
 
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        scores = self(batch[:, :-1])
+        self.log("test_loss", F.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten()))
+        self.log("test_rows", float(len(batch)), reduce_fx="sum")
+
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self(batch[:, :-1]).argmax(-1)
 
@@ -74,6 +79,7 @@ def fit(strategy: Any, world_size: int, directory: Path, epochs: int, resume: st
         enable_checkpointing=True,
         default_root_dir=directory,
         log_every_n_steps=1,
+        use_distributed_sampler=False,  # two pipelines see the same data, and their mean is that of one
         precision="64-true",  # in fp32, AdamW makes an update of the rounding noise in the gradient of a key bias
     )
     # a resumed run draws another order, in stock Lightning too
@@ -126,24 +132,49 @@ def test_checkpoints_go_both_ways_between_stages_and_a_single_process(tmp_path: 
     assert_same(run_isolated(fit, None, 1, tmp_path / "stages-plain", 2, checkpoint), reference)
 
 
-def predict(strategy: Any, world_size: int) -> tuple[Any, Any, Any]:
+SHARDED = {"checkpoints": "sharded"}
+TWO_PIPELINES = {**STAGES, **SHARDED, "zero_stage": 2}
+
+
+def test_directories_of_stages_load_in_any_layout(tmp_path: Path) -> None:
+    run_distributed(fit, 2, STAGES | SHARDED, 2, tmp_path / "stages", 1)
+    checkpoint = str(tmp_path / "stages" / "last.ckpt")
+    reference = run_isolated(fit, None, 1, tmp_path / "reference", 2)
+    assert_same(run_distributed(fit, 2, STAGES, 2, tmp_path / "again", 2, checkpoint)[0], reference)
+    assert_same(run_distributed(fit, 1, {}, 1, tmp_path / "alone", 2, checkpoint)[0], reference)
+
+
+def test_two_pipelines_go_on_from_their_shards(tmp_path: Path) -> None:
+    reference = run_isolated(fit, None, 1, tmp_path / "reference", 2)
+    run_distributed(fit, 4, TWO_PIPELINES, 4, tmp_path / "half", 1)
+    checkpoint = str(tmp_path / "half" / "last.ckpt")
+    for record in run_distributed(fit, 4, STAGES | {"zero_stage": 3}, 4, tmp_path / "more", 2, checkpoint):
+        assert_same(record, reference)
+
+
+def predict(strategy: Any, world_size: int) -> tuple[Any, Any]:
     pl.seed_everything(3, verbose=False)
     module = Classifier()
     trainer = make_trainer(strategy, world_size, max_epochs=1, barebones=False)
-    trainer.fit(module, loader(8, 4, 1))
+    short = DataLoader(batches(1, rows=13, seed=2)[0][:, :9], batch_size=4)  # type: ignore[arg-type]
+    trainer.fit(module, loader(8, 4, 1), short)
     rows = trainer.predict(module, loader(13, 4, 2))
-    return rows, trainer.validate(module, loader(13, 4, 2), verbose=False), trainer.global_step
+    found = [dict(trainer.callback_metrics), *trainer.validate(module, short, verbose=False)]
+    return rows, found + trainer.test(module, loader(13, 4, 2), verbose=False)
 
 
-def test_predictions_come_once_and_in_order() -> None:
-    rows, metrics, _ = run_isolated(predict, None, 1)
-    for ours in run_distributed(predict, 2, STAGES, 2):
-        assert [len(batch) for batch in ours[0]] == [4, 4, 4, 1]
-        assert torch.equal(torch.cat(ours[0]), torch.cat(rows))
-        assert ours[1][0] == pytest.approx(metrics[0], rel=1e-4)
+def test_thirteen_samples_are_evaluated_and_predicted_once_and_in_order() -> None:
+    rows, metrics = run_isolated(predict, None, 1)
+    for ours, found in run_distributed(predict, 2, STAGES, 2):
+        assert [len(batch) for batch in ours] == [4, 4, 4, 1]
+        assert torch.equal(torch.cat(ours), torch.cat(rows))
+        for here, there in zip(found, metrics, strict=True):
+            assert {key: float(value) for key, value in here.items()} == pytest.approx(
+                {key: float(value) for key, value in there.items()}, rel=1e-4
+            )
 
 
-def held_parameters(strategy: Any) -> dict[str, int]:
+def held_parameters(strategy: Any) -> tuple[dict[str, int], dict[str, Tensor]]:
     class Held(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
             self.held = {name: p.numel() for name, p in module.named_parameters()}
@@ -152,18 +183,23 @@ def held_parameters(strategy: Any) -> dict[str, int]:
             self.planned = trainer.strategy.plan.bytes_per_rank["parameters"]
             self.timeline = str(trainer.strategy.plan.timeline)
 
+        def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            shared = module.get_parameter("embedding.weight")
+            self.shared = {"value": shared.detach().clone(), **trainer.optimizers[0].state[shared]}
+
     held = Held()
     trainer = make_trainer(strategy, 2, callbacks=[held], max_steps=1)
     trainer.fit(Classifier(optimizer="adamw"), loader(8, 8, 1))
     assert held.stepped == sum(held.held.values()) == held.planned // 4
     assert "held by stages 0, 1: embedding.weight" in held.plan
     assert held.timeline.startswith("1f1b, 4 micro-batches, bubble 20%")
-    return held.held
+    return held.held, held.shared
 
 
 def test_each_rank_holds_its_stage_and_nothing_else() -> None:
-    first, last = run_distributed(held_parameters, 2, STAGES)
+    (first, ours), (last, theirs) = run_distributed(held_parameters, 2, STAGES)
     assert {"embedding.weight", "positions", "blocks.1.norm1.weight"} <= set(first)
     assert not any(name.startswith(("blocks.2", "blocks.3", "norm")) for name in first)
     assert {"embedding.weight", "norm.weight", "blocks.3.norm1.weight"} <= set(last)
     assert not any(name.startswith(("blocks.0", "blocks.1")) for name in last)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ("value", "step", "exp_avg", "exp_avg_sq"))

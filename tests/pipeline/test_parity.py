@@ -164,11 +164,6 @@ def test_too_few_blocks_for_virtual_stages() -> None:
         run(pipelined("gpt-tied", module={"blocks": 3}, strategy={"pipeline": "interleaved"}))
 
 
-def test_zero_stages_with_replicas_are_refused() -> None:
-    with pytest.raises(WorkerError, match="Use zero_stage=0"):
-        run(pipelined("gpt-tied", 2, replicas=2))
-
-
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_loss_in_low_precision_is_near_the_single_process(precision: str) -> None:
     training = pipelined("llama", precision=precision, learning_rate=0.05, record_tensors=False, steps=5)

@@ -14,7 +14,7 @@ from lightning_effi.pipeline.intercept import Interception
 from lightning_effi.pipeline.plan import balanced, plan_stages
 from lightning_effi.pipeline.trace import Trace, trace_step
 from tests.models import MODELS
-from tests.models.gpt import GPT, batches
+from tests.models.gpt import GPT, Block, batches
 
 
 def trace_of(module: Any, batch: Any) -> Trace:
@@ -142,6 +142,37 @@ class Decides(GPT):
 def test_values_that_bypass_a_boundary_are_refused(module: type[GPT]) -> None:
     with pytest.raises(ValueError, match=r"a value computed before 'blocks\.2' is used after it"):
         plan_of(module(), batches(1)[0], 2)
+
+
+class ComplexStates(GPT):
+    class Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.real) * torch.polar(torch.ones(16), torch.ones(16))
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.blocks = nn.ModuleList(ComplexStates.Block(16, 4) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + 0j
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.real))
+
+
+def test_complex_numbers_cannot_cross() -> None:
+    with pytest.raises(ValueError, match=r"'blocks\.2' is given complex numbers"):
+        plan_of(ComplexStates(), batches(1)[0], 2)
+
+
+@pytest.mark.parametrize("blocks", [6, 7])
+def test_every_parameter_is_held_by_some_stage(blocks: int) -> None:
+    module = GPT(blocks=blocks)
+    stages, _, shared = plan_of(module, batches(1)[0], 4)
+    assert sum(len(stage.blocks) for stage in stages) == blocks
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    copies = sum((len(held) - 1) * sizes[name] for name, held in shared)
+    assert sum(stage.numel for stage in stages) - copies == sum(sizes.values())
 
 
 def test_block_that_is_called_twice_is_refused() -> None:

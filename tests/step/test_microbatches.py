@@ -136,6 +136,14 @@ class Remembering(GPT):
         return self.last_loss
 
 
+class SkipsABatch(GPT):
+    """Returns no loss for the second batch, as steps do that meet a bad one."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
 class WithBatchNorm(GPT):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -209,6 +217,10 @@ def test_logged_values_and_outputs_equal_the_whole_batch() -> None:
 
 def test_step_that_only_overwrites_is_allowed() -> None:
     train_and_assert_parity(gpt_training(Remembering))
+
+
+def test_step_without_a_loss_moves_nothing() -> None:
+    train_and_assert_parity(gpt_training(SkipsABatch, optimizer="adamw", precision="64-true", steps=4), ADAMW_FP64)
 
 
 @pytest.mark.parametrize(
