@@ -86,7 +86,7 @@ class PartialCrossEntropy(torch.autograd.Function):
 def soft_cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, smoothing: float, split: Split
 ) -> tuple[Tensor, int]:
-    """``(losses, divisor)`` as above, for replicated targets that are probabilities ``[..., V]`` and may need gradients."""
+    """``(losses, divisor)`` as above, for replicated targets that are probabilities ``[..., V]``."""
     extent = split.size
     target = target.to(logits.dtype)
     if smoothing:
