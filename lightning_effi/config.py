@@ -212,8 +212,6 @@ class EffiConfig:
             asked.append(f"checkpoints={self.checkpoints!r} (use asynchronous=False)")
         if self.tensor is not None and self.tensor.sequence_parallel:
             asked.append("tensor.sequence_parallel=True (use False)")
-        if self.tensor is not None and self.tensor.plan != "auto" and "vocab" in self.tensor.plan.values():
-            asked.append("tensor.plan with the style 'vocab' (leave the layer out: it stays whole)")
         if asked:
             raise ValueError("This version of lightning_effi does not carry out " + "; ".join(asked))
 

@@ -79,7 +79,8 @@ class RunProbe:
         engine = self._strategy.engine
         with engine.whole_window(), restored(module), silent(module), NoDropout():
             with self._strategy.precision.train_step_context():
-                loss = loss_of(engine.run_step(module.training_step, *args))
+                step = self._strategy.assembly.tensor.over(module.training_step)
+                loss = loss_of(engine.run_step(step, *args))
             engine.before_backward(loss)
             loss.backward()
             engine.after_backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,15 +23,21 @@ class AppliedPlan:
     Weights become DTensors on ``mesh`` (the ``tp`` axis), so that optimizers, clipping and checkpoints see global
     shapes and original rows. Two hooks a layer stand between whole and split activations: a column-wise layer's input
     is *shared* (one reduction of the input's gradient for all layers that read the same tensor), and what a row-wise
-    layer is given whole by mistake is cut.
+    layer is given whole by mistake is cut. A table takes row numbers as they are, and a head gives logits in parts as
+    long as there can be a backward.
     """
 
     def __init__(self, root: nn.Module, layers: Sequence[LayerPlan], mesh: Any) -> None:
         self._root = root
         self._mesh = mesh
-        self._entrance = _Entrance(TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
+        self.group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+        self._entrance = _Entrance(self.group)
         self._handles: list[Any] = []
         self._parameters: list[tuple[nn.Module, str]] = []
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in root.modules():
+            for name, parameter in module._parameters.items():
+                self._places.setdefault(id(parameter), []).append((module, name))
         for layer in layers:
             self._apply(layer, root.get_submodule(layer.name))
 
@@ -46,6 +52,15 @@ class AppliedPlan:
         elif layer.style == "row":
             self._split(module, "weight", 1 - out_dim(module))
             self._handles.append(pre(self._entrance.leave))
+        elif isinstance(module, nn.Embedding):
+            self._split(module, "weight", 0)
+            self._handles.append(pre(partial(_enter_table, self.group), with_kwargs=True))
+        elif layer.style == "vocab":
+            self._split(module, "weight", out_dim(module))
+            self._split(module, "bias", 0)
+            head = Column(layer.name, layer.pieces, is_head=True)
+            self._handles.append(pre(partial(_enter_head, self.group, head), with_kwargs=True))
+            self._handles.append(post(_gather_without_gradients))
         else:
             self._split(module, "weight", out_dim(module))
             self._split(module, "bias", 0)
@@ -57,22 +72,30 @@ class AppliedPlan:
         from torch.distributed.tensor import Shard, distribute_tensor
 
         parameter = module._parameters.get(name)
-        if parameter is None:
+        if parameter is None or hasattr(parameter, "device_mesh"):  # tied to one that was split before
             return
         # every rank holds the same values, so each cuts its own part without communication
-        part = distribute_tensor(parameter.detach(), self._mesh, [Shard(dim)], src_data_rank=None)
-        module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
-        self._parameters.append((module, name))
+        part = nn.Parameter(
+            distribute_tensor(parameter.detach(), self._mesh, [Shard(dim)], src_data_rank=None),
+            parameter.requires_grad,
+        )
+        places = self._places.pop(id(parameter))
+        for owner, key in places:
+            owner._parameters[key] = part
+        self._parameters += places
 
     def undo(self) -> None:
         """Give every layer its whole weight back; all ranks must call this."""
         for handle in self._handles:
             handle.remove()
+        wholes: dict[int, nn.Parameter] = {}  # one for all the places of a tied parameter
         for module, name in self._parameters:
             parameter: Any = module._parameters[name]
             if hasattr(parameter, "full_tensor"):
-                whole = parameter.detach().full_tensor()
-                module._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
+                if id(parameter) not in wholes:
+                    whole = parameter.detach().full_tensor()
+                    wholes[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+                module._parameters[name] = wholes[id(parameter)]
 
 
 class _Entrance:
@@ -121,6 +144,29 @@ class _Entrance:
             self._last = (weakref.ref(tensor), entered)
         entered.placement = replace(entered.placement, column=column)
         return entered
+
+
+def _enter_table(group: TensorGroup, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Pre-hook of an embedding: marks the row numbers, so that the lookup finds its rule."""
+    return _with_input(args, kwargs, lambda tokens: wrap(gathered(tokens), Split(group, None)))
+
+
+def _enter_head(group: TensorGroup, head: Column, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Pre-hook of an output layer."""
+    return _with_input(
+        args, kwargs, lambda hidden: wrap(share(gathered(hidden), group), Split(group, None, column=head))
+    )
+
+
+def _with_input(args: Any, kwargs: Any, change: Callable[[Any], Any]) -> Any:
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "input": change(kwargs["input"])}
+
+
+def _gather_without_gradients(_module: nn.Module, _args: Any, output: Any) -> Any:
+    """Evaluation looks at logits in every way, often on one rank alone, and has no backward that would keep them."""
+    return output if torch.is_grad_enabled() else gathered(output)
 
 
 def _gather_output(_module: nn.Module, _args: Any, output: Any) -> Tensor:

@@ -44,7 +44,7 @@ def reduce(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 
 def take(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-    """This rank's part of a replicated tensor."""
+    """This rank's part of a replicated tensor. A single piece need not be divisible, see :func:`part_of`."""
     return _Take.apply(tensor, dim, pieces, group)  # type: ignore[no-any-return]
 
 
@@ -56,6 +56,16 @@ def gather(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup
 def exchange(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
     """Rows as they are stored (rank r has the r-th part of all) → as they are used (the r-th part of each piece)."""
     return _Exchange.apply(tensor, dim, pieces, group)  # type: ignore[no-any-return]
+
+
+def part_of(extent: int, rank: int, size: int) -> tuple[int, int]:
+    """Where the part of rank ``rank`` of ``size`` begins in a dim of ``extent``, and how long it is.
+
+    As ``torch.chunk`` and DTensor cut: all parts are alike but the last ones, which may be shorter or empty.
+    """
+    longest = -(-extent // size)
+    start = min(rank * longest, extent)
+    return start, min(longest, extent - start)
 
 
 @lru_cache(maxsize=512)
@@ -177,15 +187,18 @@ def _all_reduce(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 def _local_part(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
     if len(pieces) == 1:
-        part = pieces[0] // group.size
-        return tensor.narrow(dim, group.rank * part, part).contiguous()
+        return tensor.narrow(dim, *part_of(pieces[0], group.rank, group.size)).contiguous()
     return tensor.index_select(dim, rows_of(group.rank, pieces, group.size).to(tensor.device))
 
 
 def _whole(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
     rows = tensor.movedim(dim, 0).contiguous()
-    everybody = torch.empty((sum(pieces), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    longest = -(-sum(pieces) // group.size)
+    if missing := longest - len(rows):  # shorter parts are the last ones, so that what is added ends up behind all
+        rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+    everybody = torch.empty((longest * group.size, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
     _compat.all_gather_rows(everybody, rows, group.process_group)
+    everybody = everybody[: sum(pieces)]
     if len(pieces) > 1:
         order = torch.cat([rows_of(rank, pieces, group.size) for rank in range(group.size)])
         everybody = everybody.index_select(0, torch.argsort(order).to(tensor.device))

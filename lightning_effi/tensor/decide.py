@@ -126,6 +126,11 @@ def with_user_plan(
             style, pieces = parse_style(text, out_features(layer))
         except ValueError as error:
             raise ValueError(f"TensorParallel(plan=...): '{prefix}.{name}': {error}") from error
+        if style == "vocab":
+            raise ValueError(
+                f"TensorParallel(plan=...): '{prefix}.{name}' stands in a repeated block; 'vocab' is for embeddings and"
+                " output heads outside of them. Use 'column_gather' for a layer whose whole output is used"
+            )
         numbers = (in_features(layer),) if style == "row" else pieces
         if style != "replicate" and any(number % size for number in numbers):
             raise ValueError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-STYLES = ("column", "row", "column_gather", "column_packed:k", "column_packed:a,b,...", "replicate")
+STYLES = ("column", "row", "column_gather", "column_packed:k", "column_packed:a,b,...", "vocab", "replicate")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class LayerPlan:
     Attributes:
         name: dotted name of the module.
         style: ``column`` (outputs are split), ``row`` (inputs are split, outputs summed), ``column_gather`` (outputs
-            are split and gathered) or ``attention`` (``nn.MultiheadAttention``: heads).
+            are split and gathered), ``attention`` (``nn.MultiheadAttention``: heads) or ``vocab`` (rows of an
+            embedding, outputs of a head; their number need not be divisible).
         pieces: sizes of the pieces that make up the outputs; more than one for packed projections.
         why: what the decision follows from.
     """
@@ -49,7 +50,8 @@ class TensorPlan:
         layers: the layers that are split.
         replicated: what stays whole on every rank, with the reason.
         total: number of parameters of the module.
-        per_rank: number of parameters that one rank holds of it.
+        per_rank: number of parameters that a rank holds of it, at most.
+        whole: number of parameters that every rank holds.
     """
 
     size: int
@@ -57,12 +59,12 @@ class TensorPlan:
     replicated: tuple[str, ...] = ()
     total: int = 0
     per_rank: int = 0
+    whole: int = 0
 
     def __str__(self) -> str:
-        whole = (self.per_rank * self.size - self.total) // max(self.size - 1, 1)
         lines = [
             f"tensor parallelism over {self.size} ranks: {self.per_rank:,} of {self.total:,} parameters per rank,"
-            f" {whole:,} of them on every rank"
+            f" {self.whole:,} of them on every rank"
         ]
         alike: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:

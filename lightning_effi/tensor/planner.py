@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_effi.tensor.linear import linears
 from lightning_effi.tensor.plan import LayerPlan, TensorPlan, asked_styles
 from lightning_effi.tensor.probe import BlockProbe, Verdict
 from lightning_effi.tensor.trace import trace_block
+from lightning_effi.tensor.vocabulary import ends, plan_vocabulary
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Planner:
             ValueError: where nothing can be split, or a user's plan does not fit or gives wrong numbers.
         """
         blocks = find_blocks(module)
-        self._refuse_unknown_names(module, blocks)
+        outside = self._refuse_unknown_names(module, blocks)
         layers: list[LayerPlan] = []
         whole: list[str] = []
         for kind in capture_inputs(module, blocks, step, args, kwargs):
@@ -53,11 +54,12 @@ class Planner:
                 f"tensor_parallel_size={self.mesh.size()} finds nothing to split in {type(module).__name__}: {details}."
                 " Use tensor_parallel_size=1"
             )
-        whole.append("everything outside the blocks (embeddings, final norm, head)")
-        total = sum(p.numel() for p in module.parameters())
-        split = sum(_split_numel(module.get_submodule(layer.name), layer) for layer in layers)
-        per_rank = total - split + split // self.mesh.size()
-        return TensorPlan(self.mesh.size(), tuple(layers), tuple(whole), total, per_rank)
+        found, left = plan_vocabulary(module, blocks, asked_styles(outside, self.user_plan), self.mesh.size())
+        whole += left
+        layers += found
+        but = f" but {', '.join(layer.name for layer in found)}" if found else ""
+        whole.append(f"everything outside the blocks{but}")
+        return TensorPlan(self.mesh.size(), tuple(layers), tuple(whole), *_count(module, layers, self.mesh.size()))
 
     def _plan_kind(self, kind: BlockKind) -> tuple[list[LayerPlan], list[str]]:
         first = kind.blocks[0]
@@ -114,14 +116,18 @@ class Planner:
         names = {f"{prefix}.{name}": layer for name, layer in linears(block).items()}
         return asked_styles(names, self.user_plan)
 
-    def _refuse_unknown_names(self, module: nn.Module, blocks: Any) -> None:
+    def _refuse_unknown_names(self, module: nn.Module, blocks: Any) -> dict[str, nn.Module]:
+        """The tables and linear layers outside the blocks, which may be named as well as those inside."""
+        outside = ends(module, blocks)
         known = {f"{block.name}.{name}": layer for block in blocks for name, layer in linears(block.module).items()}
+        known |= outside
         for pattern, style in self.user_plan.items():
             if not asked_styles(known, {pattern: style}):
                 raise ValueError(
-                    f"TensorParallel(plan=...): no linear layer inside a repeated block of {type(module).__name__} is"
-                    f" called '{pattern}'. There are {', '.join(sorted({_stars(name) for name in known})) or 'none'}"
+                    f"TensorParallel(plan=...): no linear layer or embedding of {type(module).__name__} is called"
+                    f" '{pattern}'. There are {', '.join(sorted({_stars(name) for name in known})) or 'none'}"
                 )
+        return outside
 
 
 def _fresh(kind: BlockKind) -> tuple[Any, Any]:
@@ -136,8 +142,15 @@ def _stars(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _split_numel(module: nn.Module, layer: LayerPlan) -> int:
-    parameters = dict(module.named_parameters())
-    if layer.style == "row":
-        return parameters["weight"].numel()
-    return sum(p.numel() for name, p in parameters.items() if name != "out_proj.bias")
+def _count(module: nn.Module, layers: Sequence[LayerPlan], size: int) -> tuple[int, int, int]:
+    """Parameters of the module, of the rank that holds most of it, and those that every rank holds."""
+    total = sum(p.numel() for p in module.parameters())
+    split: dict[int, tuple[int, int]] = {}  # of each parameter that is split: all of it, and the largest part
+    for layer in layers:
+        for name, parameter in module.get_submodule(layer.name).named_parameters():
+            if name == "out_proj.bias" or (name == "bias" and layer.style == "row"):
+                continue
+            rows = layer.pieces[0] if layer.style == "vocab" else size
+            split[id(parameter)] = (parameter.numel(), parameter.numel() // rows * -(-rows // size))
+    whole = total - sum(numel for numel, _ in split.values())
+    return total, whole + sum(part for _, part in split.values()), whole

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +19,12 @@ from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.deferred import DeferredValues
 from lightning_effi.sharding.initial import broadcast_states
 from lightning_effi.tensor.apply import AppliedPlan
+from lightning_effi.tensor.collectives import TensorGroup
+from lightning_effi.tensor.outside import WeightsOutsideLayers
 from lightning_effi.tensor.plan import TensorPlan
 from lightning_effi.tensor.planner import Planner
 from lightning_effi.tensor.randomness import agree_on_randomness
+from lightning_effi.tensor.split import gathered
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
@@ -37,6 +42,7 @@ class TensorRun:
     def __init__(self, strategy: EffiStrategy) -> None:
         self._strategy = strategy
         self._applied: AppliedPlan | None = None
+        self._outside: WeightsOutsideLayers | None = None
         self._steps = 0
         self._fastpath = True
         self.is_pending = False
@@ -71,7 +77,21 @@ class TensorRun:
     def apply(self, module: nn.Module, plan: TensorPlan) -> None:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
         self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"])
+        self._outside = WeightsOutsideLayers(self._applied.group)
         self.is_pending = False
+
+    def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step`` as it runs on the split module: weights may be used anywhere, and what it returns is whole."""
+        return step if self._applied is None else partial(self._run, step, self._applied.group)
+
+    def _run(self, step: Callable[..., Any], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+        training = torch.is_grad_enabled()
+        mode = self._outside if training else WeightsOutsideLayers(group)
+        with nullcontext() if mode is None else mode:
+            output = gathered(step(*args, **kwargs))
+        if training and mode is not None and not mode.was_needed:
+            self._outside = None  # it costs a little in every torch function, and the first step had no use for it
+        return output
 
     def undo(self) -> None:
         """Make the module whole again; all ranks must call this."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_effi import _compat
-from lightning_effi.tensor.collectives import TensorGroup, gather, share, take
+from lightning_effi.tensor.collectives import TensorGroup, gather, part_of, share, take
 
 
 class CannotSplitError(ValueError):
@@ -35,6 +35,8 @@ class Column:
 
     name: str
     pieces: tuple[int, ...]
+    is_head: bool = False
+    """Whether its outputs are logits, which the module may use in any way."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Split:
             packed query, key and value.
         sources: names of the column-wise layers that it was computed from.
         column: for the input of a column-wise layer, that layer.
+        yields: what has no counterpart on parts gets the whole, instead of being refused: so for logits, which
+            nobody has seen in a probe. Their parts may be of different sizes, see ``part_of``.
     """
 
     group: TensorGroup
@@ -56,11 +60,22 @@ class Split:
     pieces: tuple[int, ...] = ()
     sources: frozenset[str] = frozenset()
     column: Column | None = field(default=None, compare=False)
+    yields: bool = False
 
     @property
     def size(self) -> int:
         """Size of the split dim in the whole."""
         return sum(self.pieces)
+
+    @property
+    def local_size(self) -> int:
+        """Size of the split dim on this rank."""
+        return sum(part_of(piece, self.group.rank, self.group.size)[1] for piece in self.pieces)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks hold parts of one size."""
+        return not any(piece % self.group.size for piece in self.pieces)
 
     @property
     def is_contiguous(self) -> bool:

@@ -71,7 +71,8 @@ def test_adamw_on_two_by_two_ranks_equals_single_process(model: str, zero_stage:
     )
 
 
-@pytest.mark.parametrize("clip", [("norm", 0.1), ("value", 0.005)], ids=lambda clip: clip[0])
+# Clipped to less, the steps would be so short that fp32 resolves them to little better than 1e-5.
+@pytest.mark.parametrize("clip", [("norm", 0.1), ("value", 0.02)], ids=lambda clip: clip[0])
 @pytest.mark.parametrize("model", ["gpt-tied", "llama"])
 def test_clipping_and_accumulation_equal_single_process(model: str, clip: Any) -> None:
     train_and_compare(model, clip=clip[1], clip_algorithm=clip[0], accumulate=3)

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from lightning_effi import _compat
-from lightning_effi.tensor.rules import attention, elementwise, layers, products, reductions, shapes
-from lightning_effi.tensor.split import CannotSplitError, gathered, split_tensors
+from lightning_effi.tensor.collectives import take
+from lightning_effi.tensor.rules import attention, elementwise, layers, products, reductions, shapes, vocabulary
+from lightning_effi.tensor.split import CannotSplitError, SplitTensor, gathered, split_tensors, whole_shape, wrap
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -23,11 +26,12 @@ RULES: dict[str, Rule] = {
     **products.RULES,
     **layers.RULES,
     **attention.RULES,
+    **vocabulary.RULES,
 }
 
 # Questions about a tensor whose answer is the same for a part and for the whole, and factories that ask for its dtype.
 _PASSED = frozenset(
-    {"dim", "is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device", "type", "register_hook",
+    {"dim", "is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device", "register_hook",
      "requires_grad_", "retain_grad", "backward", "is_inference", "is_nonzero", "__hash__", "__format__",
      "has_names", "__repr__", "is_same_size", "_is_view", "storage_offset", "stride", "data_ptr", "is_pinned",
      "result_type", "is_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
@@ -47,7 +51,12 @@ def apply_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return _property(func, name, args)
     rule = RULES.get(name)
     if rule is not None:
-        return rule(func, args, kwargs)
+        try:
+            return rule(func, args, kwargs)
+        except CannotSplitError:
+            if not all(tensor.placement.yields for tensor in split_tensors(args, kwargs)):
+                raise
+            return _on_wholes(func, name, args, kwargs)
     if name in _PASSED:
         return func(*args, **kwargs)
     return _on_wholes(func, name, args, kwargs)
@@ -59,16 +68,38 @@ def _property(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
         return shapes.size(func, args, {})
     if kind == "__get__" and name in _RULE_GETTERS:
         return RULES[name](func, args, {})
-    return func(*args)
+    value = func(*args)
+    if kind == "__get__" and isinstance(value, Tensor):  # ``data``, ``grad`` and the like
+        if value.shape != args[0].shape:
+            return func(*gathered(args))
+        return wrap(value, args[0].placement)
+    return value
 
 
 def _on_wholes(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sources: frozenset[str] = frozenset().union(*(t.placement.sources for t in split_tensors(args, kwargs)))
-    if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or kwargs.get("out") is not None:
+    operands = split_tensors(args, kwargs)
+    sources: frozenset[str] = frozenset().union(*(t.placement.sources for t in operands))
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    target = args[0] if in_place and args else None
+    if in_place and not (isinstance(target, SplitTensor) and target.placement.yields):
+        raise CannotSplitError(f"'{name}' writes into a tensor that is split", sources)
+    if kwargs.get("out") is not None:
         raise CannotSplitError(f"'{name}' writes into a tensor that is split", sources)
     for listener in _listeners:
         listener(name, sources)
+    if target is not None:
+        return _write(func, target, args, kwargs)
     return func(*gathered(args), **gathered(kwargs))
+
+
+def _write(func: Callable[..., Any], target: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Change a copy of the whole, then this rank's part of it, through which gradients flow back."""
+    split, whole = target.placement, gathered(target).clone()
+    func(whole, *gathered(args[1:]), **gathered(kwargs))
+    if whole.shape != whole_shape(target):
+        raise CannotSplitError("the shape of a tensor that is split is changed in place", split.sources)
+    target.copy_(whole if split.dim is None else take(whole, split.dim, split.pieces, split.group))
+    return target
 
 
 @contextmanager

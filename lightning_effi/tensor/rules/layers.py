@@ -66,7 +66,9 @@ def _column(
         raise CannotSplitError("a whole layer stands where a column-wise one was planned", split.sources)
     output = product(tensor, stored_to_used(weight, out_dim, column, split.group))
     if bias is not None:
-        output = output + stored_to_used(bias, 0, column, split.group)
+        is_stored = hasattr(bias, "device_mesh")
+        output = output + (stored_to_used(bias, 0, column, split.group) if is_stored
+                           else take(bias, 0, column.pieces, split.group))  # fmt: skip
     return column_output(output, column, column.pieces, split.group)
 
 
@@ -82,7 +84,8 @@ def stored_to_used(parameter: Any, dim: int, column: Column, group: TensorGroup)
 
 def column_output(output: Tensor, column: Column, pieces: tuple[int, ...], group: TensorGroup) -> SplitTensor:
     """Mark what a column-wise layer (or some of its pieces) returned as split in its last dim."""
-    return wrap(output, Split(group, output.dim() - 1, pieces, sources=frozenset({column.name})))
+    sources = frozenset({column.name})
+    return wrap(output, Split(group, output.dim() - 1, pieces, sources, yields=column.is_head))
 
 
 def _plain(parameter: Any, split: Split) -> Any:

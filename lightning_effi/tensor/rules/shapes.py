@@ -76,7 +76,7 @@ def reshaped(tensor: SplitTensor, sizes: list[int]) -> SplitTensor:
         return wrap(tensor.reshape(sizes), split)
     dim, pieces = _moved_split(split, shape, sizes)
     local = list(sizes)
-    local[dim] //= split.group.size
+    local[dim] = local[dim] // split.group.size if split.is_even else split.local_size
     return wrap(tensor.reshape(local), split.at(dim, pieces))
 
 
@@ -87,7 +87,7 @@ def _moved_split(split: Split, shape: Sequence[int], sizes: Sequence[int]) -> tu
     lie before inner; the dim of ``sizes`` in which inner begins is the one that reaches beyond ``before``.
     """
     assert split.dim is not None
-    if not split.outer:  # pieces of different sizes only move as a whole
+    if not split.outer or not split.is_even:  # pieces of different sizes, or parts of such, only move as a whole
         return _moved_pieces(split, shape, sizes)
     before = math.prod(shape[: split.dim]) * split.outer
     reached, dim = 1, 0
@@ -229,7 +229,7 @@ def split(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     current: Split = tensor.placement
     if current.dim is None or dim != current.dim:
         return tuple(wrap(part, current) for part in tensor.split(lengths, dim))
-    taken = _whole_pieces(current, lengths)
+    taken = _whole_pieces(current, lengths) if current.is_even else None
     if taken is None:
         raise CannotSplitError(
             f"{name} cuts the output into {lengths}, which are not its pieces {list(current.pieces)}", current.sources
@@ -304,9 +304,11 @@ def _cut(entry: Any, split: Split) -> tuple[slice, tuple[int, ...]]:
     """A slice of the split dim that takes whole pieces, for this rank's part."""
     if isinstance(entry, slice):
         start, stop, step = entry.indices(split.size)
+        if (start, stop, step) == (0, split.size, 1):
+            return slice(None), split.pieces
         lengths = [n for n in (start, stop - start, split.size - stop) if n]
         taken = _whole_pieces(split, lengths)
-        if step == 1 and stop > start and taken is not None:
+        if step == 1 and stop > start and taken is not None and split.is_even:
             n = split.group.size
             return slice(start // n, stop // n), taken[1 if start else 0]
     raise CannotSplitError(
