@@ -63,7 +63,10 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Module-name patterns and the style in which each is split; ``"auto"`` derives them from the module."""
+    """Module-name patterns and the style in which each is split; ``"auto"`` derives them from the module.
+
+    ``sequence_parallel``: norms, dropouts and residual additions between split layers work on a part of the sequence.
+    """
 
     plan: Literal["auto"] | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
@@ -197,8 +200,6 @@ class EffiConfig:
             asked.append("microbatches with oom_retry=True (use oom_retry=False)")
         if self.checkpoints.asynchronous:
             asked.append(f"checkpoints={self.checkpoints!r} (use asynchronous=False)")
-        if self.tensor is not None and self.tensor.sequence_parallel:
-            asked.append("tensor.sequence_parallel=True (use False)")
         if self.tensor is not None and self.tensor.plan != "auto" and "vocab" in self.tensor.plan.values():
             asked.append("tensor.plan with the style 'vocab' (leave the layer out: it stays whole)")
         if asked:

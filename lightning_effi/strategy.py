@@ -253,7 +253,8 @@ class EffiStrategy(MeshStrategy):
         if self.assembly.microbatched is not None:
             return self.assembly.microbatched(*args, **kwargs)
         with self.precision.train_step_context():
-            return self.engine.run_step(self.lightning_module.training_step, *args, **kwargs)
+            output = self.engine.run_step(self.lightning_module.training_step, *args, **kwargs)
+            return self.assembly.tensor.whole(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -277,7 +278,7 @@ class EffiStrategy(MeshStrategy):
         """A step without backward: what it gathered must not outlive it, or a later load would be lost with it."""
         self.assembly.before_step(step, args, kwargs)
         try:
-            return self.engine.run_step(step, *args, **kwargs)
+            return self.assembly.tensor.whole(self.engine.run_step(step, *args, **kwargs))
         finally:
             self.engine.rest()
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from lightning_effi.inspect import find_blocks
+from lightning_effi.inspect import Block, find_blocks
 from lightning_effi.tensor.capture import BlockKind, capture_inputs
 from lightning_effi.tensor.decide import LayerGroup, decide, with_user_plan
 from lightning_effi.tensor.linear import linears
-from lightning_effi.tensor.plan import LayerPlan, TensorPlan, asked_styles
+from lightning_effi.tensor.plan import LayerPlan, SequencePlan, TensorPlan, asked_styles, stars
 from lightning_effi.tensor.probe import BlockProbe, Verdict
+from lightning_effi.tensor.sequence import hidden_states
 from lightning_effi.tensor.trace import trace_block
 
 
@@ -26,11 +28,13 @@ class Planner:
         mesh: the ``tp`` axis.
         control_group: its ranks, with a backend for CPU tensors.
         user_plan: patterns and styles that override what is derived.
+        sequence_parallel: whether the blocks work on parts of the sequence between their split layers.
     """
 
     mesh: Any
     control_group: Any
     user_plan: Mapping[str, str]
+    sequence_parallel: bool = False
 
     def plan(self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any) -> TensorPlan:
         """Run ``step`` on a real batch up to the blocks, and decide for each kind of block.
@@ -41,12 +45,15 @@ class Planner:
         blocks = find_blocks(module)
         self._refuse_unknown_names(module, blocks)
         layers: list[LayerPlan] = []
+        dims: dict[str, int] = {}
         whole: list[str] = []
         for kind in capture_inputs(module, blocks, step, args, kwargs):
             found, left = self._plan_kind(kind)
             name = _pattern(kind)
             whole += [f"{name}: {reason}" for reason in left]
             layers += [layer.below(block.name) for block in kind.blocks for layer in found]
+            if self.sequence_parallel and found:
+                dims |= dict.fromkeys((block.name for block in kind.blocks), self._sequence_dim(kind, found))
         if not layers:
             details = "; ".join(whole) or "no repeated blocks with linear layers ran in the first step"
             raise ValueError(
@@ -57,7 +64,7 @@ class Planner:
         total = sum(p.numel() for p in module.parameters())
         split = sum(_split_numel(module.get_submodule(layer.name), layer) for layer in layers)
         per_rank = total - split + split // self.mesh.size()
-        return TensorPlan(self.mesh.size(), tuple(layers), tuple(whole), total, per_rank)
+        return TensorPlan(self.mesh.size(), tuple(layers), _sequence(blocks, dims), tuple(whole), total, per_rank)
 
     def _plan_kind(self, kind: BlockKind) -> tuple[list[LayerPlan], list[str]]:
         first = kind.blocks[0]
@@ -81,6 +88,29 @@ class Planner:
         if len(kept) > 1 and not (verdict := probe.judge(together)).passed:
             return [], [*whole, f"everything in the block: {verdict.reason}"]
         return together, whole
+
+    def _sequence_dim(self, kind: BlockKind, layers: list[LayerPlan]) -> int:
+        """The dim of the hidden states that ``kind`` can have split between ``layers``.
+
+        Raises:
+            ValueError: where it cannot.
+        """
+        leaves = tree_leaves((kind.args, kind.kwargs))
+        index = hidden_states(leaves)
+        if index is None:
+            reason = "none of its arguments is a floating-point tensor [rows, positions, width]"
+        else:
+            # rows or positions, whichever the module puts first: the longer of both leaves the ranks more alike
+            dim = 1 if leaves[index].shape[1] >= leaves[index].shape[0] else 0
+            probe = BlockProbe(kind.blocks[0].module, kind.args, kind.kwargs, self.mesh, self.control_group)
+            verdict = probe.judge(layers, dim)
+            if verdict.passed and not verdict.gathers_sequence:
+                return dim
+            reason = verdict.reason or f"{', '.join(verdict.gathers_sequence)} would have to see all positions"
+        raise ValueError(
+            f"TensorParallel(sequence_parallel=True): '{_pattern(kind)}' cannot work on parts of the sequence:"
+            f" {reason}. Use sequence_parallel=False"
+        )
 
     def _settle(self, probe: BlockProbe, group: LayerGroup) -> tuple[LayerGroup | None, str]:
         """The part of a group that passes the probe, and why the rest does not."""
@@ -120,7 +150,7 @@ class Planner:
             if not asked_styles(known, {pattern: style}):
                 raise ValueError(
                     f"TensorParallel(plan=...): no linear layer inside a repeated block of {type(module).__name__} is"
-                    f" called '{pattern}'. There are {', '.join(sorted({_stars(name) for name in known})) or 'none'}"
+                    f" called '{pattern}'. There are {', '.join(sorted({stars(name) for name in known})) or 'none'}"
                 )
 
 
@@ -129,11 +159,25 @@ def _fresh(kind: BlockKind) -> tuple[Any, Any]:
 
 
 def _pattern(kind: BlockKind) -> str:
-    return _stars(kind.blocks[0].name) if len(kind.blocks) > 1 else kind.blocks[0].name
+    return stars(kind.blocks[0].name) if len(kind.blocks) > 1 else kind.blocks[0].name
 
 
-def _stars(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _sequence(blocks: Sequence[Block], dims: Mapping[str, int]) -> tuple[SequencePlan, ...]:
+    """The blocks in ``dims``; one hands its part on where the next of the same list takes it, and nobody looks at it.
+
+    A forward hook of the user's may want the values on one rank alone, which then could not be gathered.
+    """
+    plans = []
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        if block.name in dims:
+            handed_on = (
+                following is not None
+                and following.name.rpartition(".")[0] == block.name.rpartition(".")[0]
+                and dims.get(following.name) == dims[block.name]
+                and not (block.module._forward_hooks or following.module._forward_pre_hooks)
+            )
+            plans.append(SequencePlan(block.name, dims[block.name], gathers=not handed_on))
+    return tuple(plans)
 
 
 def _split_numel(module: nn.Module, layer: LayerPlan) -> int:

@@ -20,6 +20,7 @@ from lightning_effi.tensor.apply import AppliedPlan
 from lightning_effi.tensor.plan import TensorPlan
 from lightning_effi.tensor.planner import Planner
 from lightning_effi.tensor.randomness import agree_on_randomness
+from lightning_effi.tensor.split import gathered, split_tensors
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
@@ -64,14 +65,28 @@ class TensorRun:
         strategy = self._strategy
         asked = strategy.config.tensor
         user_plan = {} if asked is None or asked.plan == "auto" else asked.plan
-        planner = Planner(strategy.device_mesh["tp"], strategy.tensor_control_group, user_plan)
+        planner = Planner(
+            strategy.device_mesh["tp"],
+            strategy.tensor_control_group,
+            user_plan,
+            sequence_parallel=asked is not None and asked.sequence_parallel,
+        )
         with restored(module):
             return planner.plan(module, step, args, kwargs)
 
     def apply(self, module: nn.Module, plan: TensorPlan) -> None:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
-        self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"])
+        self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"], plan.sequence)
         self.is_pending = False
+
+    def after_sharding(self) -> None:
+        """The engine has put its hooks on the module."""
+        if self._applied is not None:
+            self._applied.after_sharding()
+
+    def whole(self, output: Any) -> Any:
+        """What a step hook returned, with hidden states that it took from between blocks made whole."""
+        return gathered(output) if self.is_wanted and split_tensors(output) else output
 
     def undo(self) -> None:
         """Make the module whole again; all ranks must call this."""

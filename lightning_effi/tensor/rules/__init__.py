@@ -47,7 +47,12 @@ def apply_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return _property(func, name, args)
     rule = RULES.get(name)
     if rule is not None:
-        return rule(func, args, kwargs)
+        try:
+            return rule(func, args, kwargs)
+        except CannotSplitError as error:
+            if error.sources:
+                raise
+            return _on_wholes(func, name, args, kwargs)  # parts of a sequence, which no layer depends on
     if name in _PASSED:
         return func(*args, **kwargs)
     return _on_wholes(func, name, args, kwargs)
@@ -63,7 +68,12 @@ def _property(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
 
 
 def _on_wholes(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sources: frozenset[str] = frozenset().union(*(t.placement.sources for t in split_tensors(args, kwargs)))
+    operands = [t for t in split_tensors(args, kwargs) if t.placement.dim is not None]
+    sources: frozenset[str] = frozenset().union(*(t.placement.sources for t in operands))
+    if sources and not all(t.placement.sources for t in operands):
+        # keys that were computed by sequence (there are fewer heads than ranks) meet queries that are split by heads
+        args, kwargs = (gathered(tree, where=lambda split: not split.sources) for tree in (args, kwargs))
+        return apply_rule(func, args, kwargs)
     if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or kwargs.get("out") is not None:
         raise CannotSplitError(f"'{name}' writes into a tensor that is split", sources)
     for listener in _listeners:

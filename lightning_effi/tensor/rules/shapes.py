@@ -76,7 +76,7 @@ def reshaped(tensor: SplitTensor, sizes: list[int]) -> SplitTensor:
         return wrap(tensor.reshape(sizes), split)
     dim, pieces = _moved_split(split, shape, sizes)
     local = list(sizes)
-    local[dim] //= split.group.size
+    local[dim] = tensor.shape[split.dim] if pieces == split.pieces else sizes[dim] // split.group.size
     return wrap(tensor.reshape(local), split.at(dim, pieces))
 
 
@@ -87,7 +87,7 @@ def _moved_split(split: Split, shape: Sequence[int], sizes: Sequence[int]) -> tu
     lie before inner; the dim of ``sizes`` in which inner begins is the one that reaches beyond ``before``.
     """
     assert split.dim is not None
-    if not split.outer:  # pieces of different sizes only move as a whole
+    if not split.outer or not split.is_even:  # pieces of different sizes only move as a whole
         return _moved_pieces(split, shape, sizes)
     before = math.prod(shape[: split.dim]) * split.outer
     reached, dim = 1, 0
@@ -167,10 +167,14 @@ def unsqueeze(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def squeeze(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    from lightning_effi.tensor.rules import fall_back
+
     tensor, dim = _bound(args, kwargs, ("dim",), (None,))
     split, shape = tensor.placement, whole_shape(tensor)
     chosen = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
     dropped = sorted({d % len(shape) for d in chosen if shape[d] == 1})
+    if split.dim in dropped:
+        return fall_back(func, args, kwargs)
     output = tensor.reshape([n for d, n in enumerate(tensor.shape) if d not in dropped])
     return wrap(output, split if split.dim is None else split.at(split.dim - sum(d < split.dim for d in dropped)))
 
@@ -198,6 +202,8 @@ def repeat_interleave(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> A
     if not isinstance(tensor, SplitTensor) or not isinstance(repeats, int) or dim is None:
         return fall_back(func, args, kwargs)
     split, dim = tensor.placement, dim % tensor.dim()
+    if dim == split.dim and not split.is_even:
+        return fall_back(func, args, kwargs)
     output = tensor.repeat_interleave(repeats, dim)
     if split.dim is None:
         return wrap(output, split)
@@ -229,6 +235,8 @@ def split(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     current: Split = tensor.placement
     if current.dim is None or dim != current.dim:
         return tuple(wrap(part, current) for part in tensor.split(lengths, dim))
+    if len(lengths) == 1:
+        return (wrap(tensor.view(tensor.shape), current),)
     taken = _whole_pieces(current, lengths)
     if taken is None:
         raise CannotSplitError(
@@ -304,6 +312,8 @@ def _cut(entry: Any, split: Split) -> tuple[slice, tuple[int, ...]]:
     """A slice of the split dim that takes whole pieces, for this rank's part."""
     if isinstance(entry, slice):
         start, stop, step = entry.indices(split.size)
+        if (start, stop, step) == (0, split.size, 1):
+            return slice(None), split.pieces
         lengths = [n for n in (start, stop - start, split.size - stop) if n]
         taken = _whole_pieces(split, lengths)
         if step == 1 and stop > start and taken is not None:
