@@ -60,6 +60,14 @@ def all_gather_rows(output: Tensor, rows: Tensor, group: Any) -> None:
     gather(output, rows, group=group)
 
 
+def reduce_scatter_rows(output: Tensor, rows: Tensor, group: Any) -> None:
+    """``dist.reduce_scatter_tensor``, which torch 2.14 renamed to ``reduce_scatter_single``."""
+    import torch.distributed as dist
+
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, rows, group=group)
+
+
 def quiet_sequential_gathers() -> None:
     """Drop torch's advice against gathering a tensor that is sharded over two axes of a mesh.
 

@@ -85,7 +85,10 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Module-name patterns and the style in which each is split; ``"auto"`` derives them from the module."""
+    """Module-name patterns and the style in which each is split; ``"auto"`` derives them from the module.
+
+    ``sequence_parallel``: norms, dropouts and residual additions between split layers work on a part of the sequence.
+    """
 
     plan: Literal["auto"] | Mapping[str, str] = "auto"
     sequence_parallel: bool = False
@@ -210,8 +213,8 @@ class EffiConfig:
         ]
         if self.checkpoints.asynchronous:
             asked.append(f"checkpoints={self.checkpoints!r} (use asynchronous=False)")
-        if self.tensor is not None and self.tensor.sequence_parallel:
-            asked.append("tensor.sequence_parallel=True (use False)")
+        if self.pipeline_parallel_size > 1 and self.tensor is not None and self.tensor.sequence_parallel:
+            asked.append("tensor.sequence_parallel=True with pipeline_parallel_size > 1 (use False)")
         if asked:
             raise ValueError("This version of lightning_effi does not carry out " + "; ".join(asked))
 

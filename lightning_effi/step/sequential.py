@@ -91,9 +91,11 @@ class SequentialRunner:
         module = self._strategy.lightning_module
         assert module is not None
 
+        over = self._strategy.assembly.tensor.over(module.training_step)
+
         def step(*step_args: Any) -> list[str]:
             with captured_logs(module):
-                return changed_by(module, lambda: module.training_step(*step_args))
+                return changed_by(module, lambda: over(*step_args))
 
         with torch.no_grad(), self._strategy.precision.train_step_context():
             found = self._strategy.engine.run_step(step, piece.data, *args)
@@ -103,6 +105,7 @@ class SequentialRunner:
     def _forward(self, piece: Piece, args: Sequence[Any]) -> StepResult:
         module = self._strategy.lightning_module
         assert module is not None
+        step = self._strategy.assembly.tensor.over(module.training_step)
         with captured_logs(module) as logged:
-            output = self._strategy.engine.run_step(module.training_step, piece.data, *args)
+            output = self._strategy.engine.run_step(step, piece.data, *args)
         return StepResult(None if output is None else loss_of(output), output, logged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_effi.tensor.collectives import TensorGroup, share, take
+from lightning_effi.tensor.collectives import TensorGroup, assemble, share, take
 from lightning_effi.tensor.linear import out_dim
-from lightning_effi.tensor.plan import LayerPlan
+from lightning_effi.tensor.plan import LayerPlan, SequencePlan
+from lightning_effi.tensor.sequence import SequenceShards
 from lightning_effi.tensor.split import CannotSplitError, Column, Split, SplitTensor, gathered, wrap
 
 
@@ -27,12 +29,15 @@ class AppliedPlan:
     long as there can be a backward.
     """
 
-    def __init__(self, root: nn.Module, layers: Sequence[LayerPlan], mesh: Any) -> None:
+    def __init__(
+        self, root: nn.Module, layers: Sequence[LayerPlan], mesh: Any, sequence: Sequence[SequencePlan] = ()
+    ) -> None:
         self._root = root
         self._mesh = mesh
         self.group = TensorGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size())
-        self._entrance = _Entrance(self.group)
-        self._handles: list[Any] = []
+        self._shards = SequenceShards(self.group)
+        self._entrance = _Entrance(self.group, self._shards)
+        self._handles: list[Any] = self._shards.apply(root, sequence)
         self._parameters: list[tuple[nn.Module, str]] = []
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in root.modules():
@@ -49,9 +54,11 @@ class AppliedPlan:
             self._split(module.out_proj, "weight", 1)
             column = Column(layer.name, layer.pieces)
             self._handles.append(pre(partial(self._entrance.enter_attention, column), with_kwargs=True))
+            self._handles.append(post(self._shards.sum_up))
         elif layer.style == "row":
             self._split(module, "weight", 1 - out_dim(module))
             self._handles.append(pre(self._entrance.leave))
+            self._handles.append(post(self._shards.sum_up))
         elif isinstance(module, nn.Embedding):
             self._split(module, "weight", 0)
             self._handles.append(pre(partial(_enter_table, self.group), with_kwargs=True))
@@ -84,6 +91,10 @@ class AppliedPlan:
             owner._parameters[key] = part
         self._parameters += places
 
+    def after_sharding(self) -> None:
+        """To be called when FSDP2 has put its hooks on the blocks."""
+        self._handles += self._shards.after_sharding()
+
     def undo(self) -> None:
         """Give every layer its whole weight back; all ranks must call this."""
         for handle in self._handles:
@@ -105,12 +116,13 @@ class _Entrance:
     last one is remembered until a row-wise layer ends the split region.
     """
 
-    def __init__(self, group: TensorGroup) -> None:
+    def __init__(self, group: TensorGroup, shards: SequenceShards) -> None:
         self._group = group
+        self._shards = shards
         self._last: tuple[weakref.ref[Tensor], SplitTensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> _Entrance:
-        return _Entrance(self._group)
+        return _Entrance(self._group, copy.deepcopy(self._shards, memo))
 
     def enter(self, column: Column, _module: nn.Module, args: Any) -> Any:
         """Pre-hook of a column-wise layer."""
@@ -119,31 +131,41 @@ class _Entrance:
     def enter_attention(self, column: Column, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Pre-hook of ``nn.MultiheadAttention``."""
         names = ("query", "key", "value")
+        column = replace(column, partial=self._shards.is_active)
         given = {**kwargs, **dict(zip(names, args, strict=False))}
         entered = tuple(self._shared(given[name], column) for name in names)
         self._last = None
         return (*entered, *args[3:]), {key: value for key, value in kwargs.items() if key not in names}
 
-    def leave(self, _module: nn.Module, args: Any) -> Any:
+    def leave(self, module: nn.Module, args: Any) -> Any:
         """Pre-hook of a row-wise layer: what is whole by now (after a gathering) is cut again."""
         self._last = None
         tensor: Tensor = args[0]
+        # a class of its own may do more than the product, and nothing else knows what to do with a summand
+        partial = self._shards.is_active and type(module).__name__ in ("Linear", "Conv1D")
         if isinstance(tensor, SplitTensor):
-            return None
+            if not partial or tensor.placement.dim != tensor.dim() - 1:
+                return None
+            return (wrap(tensor.as_subclass(Tensor), replace(tensor.placement, partial=True)), *args[1:])
         dim, pieces = tensor.dim() - 1, (tensor.shape[-1],)
-        return (wrap(take(tensor, dim, pieces, self._group), Split(self._group, dim, pieces)), *args[1:])
+        split = Split(self._group, dim, pieces, partial=partial)
+        return (wrap(take(tensor, dim, pieces, self._group), split), *args[1:])
 
     def _shared(self, tensor: Any, column: Column) -> SplitTensor:
-        if isinstance(tensor, SplitTensor):
-            tensor = gathered(tensor)
         requires_grad = tensor.requires_grad and torch.is_grad_enabled()
         if self._last is not None and self._last[0]() is tensor and self._last[1].requires_grad == requires_grad:
             entered = self._last[1]
         else:
-            entered = wrap(share(tensor, self._group), Split(self._group, None))
+            entered = wrap(self._in_common(tensor), Split(self._group, None))
             self._last = (weakref.ref(tensor), entered)
         entered.placement = replace(entered.placement, column=column)
         return entered
+
+    def _in_common(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, SplitTensor) or tensor.placement.dim is None:
+            return share(tensor.as_subclass(Tensor), self._group)
+        split = tensor.placement
+        return assemble(tensor.as_subclass(Tensor), tensor.placement.dim, split.pieces, self._group)
 
 
 def _enter_table(group: TensorGroup, _module: nn.Module, args: Any, kwargs: Any) -> Any:

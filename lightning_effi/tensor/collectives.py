@@ -1,8 +1,11 @@
-"""The five ways between a replicated tensor and one that is split over a tensor-parallel group.
+"""The ways between a replicated tensor and one that is split over a tensor-parallel group.
 
 A *replicated* tensor has the same value and the same, complete gradient on every rank. A *split* one is this rank's
 part of a whole. Each function below and its backward keep both promises (Megatron-LM, arXiv:1909.08053, calls
-:func:`share` *f* and :func:`reduce` *g*), so that whatever is composed of them has right gradients.
+:func:`share` *f* and :func:`reduce` *g*), so that whatever is composed of them has right gradients. Sequence
+parallelism (arXiv:2205.05198) enters and leaves a split computation from parts (:func:`assemble`, :func:`scatter_sum`).
+
+A dim that is one piece need not be divisible: the first ranks then hold one row more.
 """
 
 from __future__ import annotations
@@ -33,9 +36,15 @@ class TensorGroup:
 
 def share(tensor: Tensor, group: TensorGroup) -> Tensor:
     """Use a replicated tensor in a computation that is split: what the ranks' parts pull on it is added up."""
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor
-    return _Share.apply(tensor, group)  # type: ignore[no-any-return]
+    [shared] = share_all([tensor], group)
+    return shared
+
+
+def share_all(tensors: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
+    """:func:`share` each of ``tensors``, in one message (a norm's weight and bias)."""
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return list(tensors)
+    return list(_Share.apply(group, *tensors))
 
 
 def reduce(tensor: Tensor, group: TensorGroup) -> Tensor:
@@ -68,26 +77,46 @@ def part_of(extent: int, rank: int, size: int) -> tuple[int, int]:
     return start, min(longest, extent - start)
 
 
+def assemble(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
+    """The whole of a split tensor, for a computation that is split: what the ranks' parts pull on it is added up."""
+    return _Assemble.apply(tensor, dim, pieces, group)  # type: ignore[no-any-return]
+
+
+def scatter_sum(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
+    """This rank's part of the sum of the ranks' contributions."""
+    return _ScatterSum.apply(tensor, dim, pieces, group)  # type: ignore[no-any-return]
+
+
+def contribute(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """A replicated summand of a sum over the ranks: it counts once, and has the gradient of the sum on every rank."""
+    return _Contribute.apply(tensor, group)  # type: ignore[no-any-return]
+
+
 @lru_cache(maxsize=512)
 def rows_of(rank: int, pieces: tuple[int, ...], size: int) -> Tensor:
     """Which rows of the whole rank ``rank`` of ``size`` uses: the ``rank``-th part of each piece, in order."""
     parts, start = [], 0
     for piece in pieces:
-        part = piece // size
-        parts.append(torch.arange(start + rank * part, start + (rank + 1) * part))
+        first, rows = part_of(piece, rank, size)
+        parts.append(torch.arange(start + first, start + first + rows))
         start += piece
     return torch.cat(parts)
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, group: TensorGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return tensor.view_as(tensor)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _all_reduce(gradient, ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if len(gradients) == 1:
+            return None, _all_reduce(gradients[0], ctx.group)
+        total = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(total, group=ctx.group.process_group)
+        parts = total.split([gradient.numel() for gradient in gradients])
+        return None, *(part.view(g.shape).to(g.dtype) for part, g in zip(parts, gradients, strict=True))
 
 
 class _Reduce(torch.autograd.Function):
@@ -120,6 +149,38 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _local_part(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
+
+
+class _Assemble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.pieces, ctx.group = dim, pieces, group
+        return _whole(tensor, dim, pieces, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _part_of_sum(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
+        ctx.dim, ctx.pieces, ctx.group = dim, pieces, group
+        return _part_of_sum(tensor, dim, pieces, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _whole(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
+
+
+class _Contribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        return tensor.view_as(tensor) if group.rank == 0 else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -193,13 +254,52 @@ def _local_part(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: Tensor
 
 def _whole(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
     rows = tensor.movedim(dim, 0).contiguous()
-    longest = -(-sum(pieces) // group.size)
-    if missing := longest - len(rows):  # shorter parts are the last ones, so that what is added ends up behind all
-        rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
-    everybody = torch.empty((longest * group.size, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    slots = _slots(pieces, group.size)
+    height = slots.size // group.size
+    if len(rows) < height:  # the ranks' parts are of different sizes, and the message is not
+        rows = torch.cat([rows, rows.new_zeros(height - len(rows), *rows.shape[1:])])
+    everybody = torch.empty((slots.size, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
     _compat.all_gather_rows(everybody, rows, group.process_group)
-    everybody = everybody[: sum(pieces)]
-    if len(pieces) > 1:
-        order = torch.cat([rows_of(rank, pieces, group.size) for rank in range(group.size)])
-        everybody = everybody.index_select(0, torch.argsort(order).to(tensor.device))
-    return everybody.movedim(0, dim)
+    if slots.order is not None:
+        everybody = everybody.index_select(0, slots.order.to(tensor.device))
+    return everybody.movedim(0, dim).contiguous()  # a whole may meet code that has no rule, such as ``view``
+
+
+def _part_of_sum(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
+    rows = tensor.movedim(dim, 0).contiguous()
+    slots = _slots(pieces, group.size)
+    height = slots.size // group.size
+    if slots.order is not None:
+        ordered = rows.new_zeros(slots.size, *rows.shape[1:])
+        rows = ordered.index_copy(0, slots.order.to(tensor.device), rows)
+    mine = torch.empty((height, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    _compat.reduce_scatter_rows(mine, rows, group.process_group)
+    return mine[: slots.rows[group.rank]].movedim(0, dim).contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class _Slots:
+    """How the rows of the whole lie in a message in which each rank has a slot of the same height.
+
+    Attributes:
+        size: rows of the message.
+        rows: rows that each rank really has.
+        order: the place of each row of the whole in the message; ``None`` where it is its own.
+    """
+
+    size: int
+    rows: tuple[int, ...]
+    order: Tensor | None
+
+
+@lru_cache(maxsize=512)
+def _slots(pieces: tuple[int, ...], size: int) -> _Slots:
+    rows = [rows_of(rank, pieces, size) for rank in range(size)]
+    height = max(len(mine) for mine in rows)
+    counts = tuple(len(mine) for mine in rows)
+    if len(pieces) == 1 and min(counts) == height:
+        return _Slots(size * height, counts, None)
+    order = torch.empty(sum(pieces), dtype=torch.long)
+    for rank, mine in enumerate(rows):
+        order[mine] = rank * height + torch.arange(len(mine))
+    return _Slots(size * height, counts, order)

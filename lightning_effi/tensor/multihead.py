@@ -7,6 +7,7 @@ dim of their own, in terms of functions that have rules.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_effi.tensor.split import CannotSplitError
 
 
 def multi_head_attention_forward(
-    query: Tensor,
+    query: Any,
     key: Tensor,
     value: Tensor,
     embed_dim_to_check: int,
@@ -49,6 +50,7 @@ def multi_head_attention_forward(
     if query.dim() != 3 or use_separate_proj_weight or bias_k is not None or add_zero_attn or static_k is not None:
         raise CannotSplitError("this form of nn.MultiheadAttention (unbatched, other key width, bias_k) has no rule")
     _length, rows, width = query.shape
+    column = query.placement.column
     q, k, v = _projected(query, key, value, in_proj_weight, in_proj_bias)
     q, k, v = (t.unflatten(-1, (num_heads, width // num_heads)).permute(1, 2, 0, 3) for t in (q, k, v))
     causal = is_causal and key_padding_mask is None and not need_weights
@@ -63,8 +65,9 @@ def multi_head_attention_forward(
         weights = weights.mean(dim=1) if average_attn_weights else weights
     else:
         output = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=causal)
-    output = F.linear(output.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    return output, weights
+    output = output.permute(2, 0, 1, 3).flatten(2)
+    output.placement = replace(output.placement, partial=column.partial)
+    return F.linear(output, out_proj_weight, out_proj_bias), weights
 
 
 def _projected(query: Any, key: Any, value: Any, weight: Any, bias: Any) -> tuple[Tensor, ...]:

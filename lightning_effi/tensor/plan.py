@@ -42,12 +42,28 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class SequencePlan:
+    """A block whose residual stream is held in parts.
+
+    Attributes:
+        name: dotted name of the block.
+        dim: the dim of its hidden states that is split; the sequence, whichever order the module keeps.
+        gathers: whether what it returns is made whole; blocks that hand it to the next one leave it split.
+    """
+
+    name: str
+    dim: int
+    gathers: bool = True
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """What tensor parallelism does with a module. ``print(plan)`` shows it.
 
     Attributes:
         size: ranks in one group.
         layers: the layers that are split.
+        sequence: the blocks between whose layers activations are split by sequence.
         replicated: what stays whole on every rank, with the reason.
         total: number of parameters of the module.
         per_rank: number of parameters that a rank holds of it, at most.
@@ -56,6 +72,7 @@ class TensorPlan:
 
     size: int
     layers: tuple[LayerPlan, ...] = ()
+    sequence: tuple[SequencePlan, ...] = ()
     replicated: tuple[str, ...] = ()
     total: int = 0
     per_rank: int = 0
@@ -68,11 +85,18 @@ class TensorPlan:
         ]
         alike: dict[tuple[str, str], list[str]] = {}
         for layer in self.layers:
-            pattern = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
-            alike.setdefault((pattern, str(layer)), []).append(layer.name)
+            alike.setdefault((stars(layer.name), str(layer)), []).append(layer.name)
+        for block in self.sequence:
+            what = f"norms, dropouts and residual stream in parts of dim {block.dim}"
+            alike.setdefault((stars(block.name), what), []).append(block.name)
         lines += [f"  {pattern}: {what} x {len(names)}" for (pattern, what), names in alike.items()]
         lines += [f"  stays whole: {text}" for text in self.replicated]
         return "\n".join(lines)
+
+
+def stars(name: str) -> str:
+    """A module's name with ``*`` for each number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def parse_style(style: str, width: int) -> tuple[str, tuple[int, ...]]:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from lightning_effi.inspect import find_blocks
+from lightning_effi.inspect import Block, find_blocks
 from lightning_effi.tensor.capture import BlockKind, capture_inputs
 from lightning_effi.tensor.decide import LayerGroup, decide, with_user_plan
 from lightning_effi.tensor.linear import linears
-from lightning_effi.tensor.plan import LayerPlan, TensorPlan, asked_styles
+from lightning_effi.tensor.plan import LayerPlan, SequencePlan, TensorPlan, asked_styles, stars
 from lightning_effi.tensor.probe import BlockProbe, Verdict
+from lightning_effi.tensor.sequence import hidden_states
 from lightning_effi.tensor.trace import trace_block
 from lightning_effi.tensor.vocabulary import ends, plan_vocabulary
 
@@ -27,11 +29,15 @@ class Planner:
         mesh: the ``tp`` axis.
         control_group: its ranks, with a backend for CPU tensors.
         user_plan: patterns and styles that override what is derived.
+        sequence_parallel: whether the blocks work on parts of the sequence between their split layers.
+        vocabulary: whether embeddings and output layers may be split.
     """
 
     mesh: Any
     control_group: Any
     user_plan: Mapping[str, str]
+    sequence_parallel: bool = False
+    vocabulary: bool = True
 
     def plan(self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any) -> TensorPlan:
         """Run ``step`` on a real batch up to the blocks, and decide for each kind of block.
@@ -42,24 +48,40 @@ class Planner:
         blocks = find_blocks(module)
         outside = self._refuse_unknown_names(module, blocks)
         layers: list[LayerPlan] = []
+        dims: dict[str, int] = {}
         whole: list[str] = []
         for kind in capture_inputs(module, blocks, step, args, kwargs):
             found, left = self._plan_kind(kind)
             name = _pattern(kind)
             whole += [f"{name}: {reason}" for reason in left]
             layers += [layer.below(block.name) for block in kind.blocks for layer in found]
+            if self.sequence_parallel and found:
+                dims |= dict.fromkeys((block.name for block in kind.blocks), self._sequence_dim(kind, found))
         if not layers:
             details = "; ".join(whole) or "no repeated blocks with linear layers ran in the first step"
             raise ValueError(
                 f"tensor_parallel_size={self.mesh.size()} finds nothing to split in {type(module).__name__}: {details}."
                 " Use tensor_parallel_size=1"
             )
-        found, left = plan_vocabulary(module, blocks, asked_styles(outside, self.user_plan), self.mesh.size())
+        found, left = self._plan_vocabulary(module, blocks, asked_styles(outside, self.user_plan))
         whole += left
         layers += found
         but = f" but {', '.join(layer.name for layer in found)}" if found else ""
         whole.append(f"everything outside the blocks{but}")
-        return TensorPlan(self.mesh.size(), tuple(layers), tuple(whole), *_count(module, layers, self.mesh.size()))
+        counts = _count(module, layers, self.mesh.size())
+        return TensorPlan(self.mesh.size(), tuple(layers), _sequence(blocks, dims), tuple(whole), *counts)
+
+    def _plan_vocabulary(
+        self, module: nn.Module, blocks: Sequence[Block], asked: Mapping[str, str]
+    ) -> tuple[list[LayerPlan], list[str]]:
+        if self.vocabulary:
+            return plan_vocabulary(module, blocks, asked, self.mesh.size())
+        if asked:
+            raise ValueError(
+                f"TensorParallel(plan=...): {', '.join(asked)} lies outside the blocks, where a pipeline leaves layers"
+                " whole. Leave it out, or use pipeline_parallel_size=1"
+            )
+        return [], ["embeddings and output layers, which a pipeline leaves whole"]
 
     def _plan_kind(self, kind: BlockKind) -> tuple[list[LayerPlan], list[str]]:
         first = kind.blocks[0]
@@ -83,6 +105,29 @@ class Planner:
         if len(kept) > 1 and not (verdict := probe.judge(together)).passed:
             return [], [*whole, f"everything in the block: {verdict.reason}"]
         return together, whole
+
+    def _sequence_dim(self, kind: BlockKind, layers: list[LayerPlan]) -> int:
+        """The dim of the hidden states that ``kind`` can have split between ``layers``.
+
+        Raises:
+            ValueError: where it cannot.
+        """
+        leaves = tree_leaves((kind.args, kind.kwargs))
+        index = hidden_states(leaves)
+        if index is None:
+            reason = "none of its arguments is a floating-point tensor [rows, positions, width]"
+        else:
+            # rows or positions, whichever the module puts first: the longer of both leaves the ranks more alike
+            dim = 1 if leaves[index].shape[1] >= leaves[index].shape[0] else 0
+            probe = BlockProbe(kind.blocks[0].module, kind.args, kind.kwargs, self.mesh, self.control_group)
+            verdict = probe.judge(layers, dim)
+            if verdict.passed and not verdict.gathers_sequence:
+                return dim
+            reason = verdict.reason or f"{', '.join(verdict.gathers_sequence)} would have to see all positions"
+        raise ValueError(
+            f"TensorParallel(sequence_parallel=True): '{_pattern(kind)}' cannot work on parts of the sequence:"
+            f" {reason}. Use sequence_parallel=False"
+        )
 
     def _settle(self, probe: BlockProbe, group: LayerGroup) -> tuple[LayerGroup | None, str]:
         """The part of a group that passes the probe, and why the rest does not."""
@@ -125,7 +170,7 @@ class Planner:
             if not asked_styles(known, {pattern: style}):
                 raise ValueError(
                     f"TensorParallel(plan=...): no linear layer or embedding of {type(module).__name__} is called"
-                    f" '{pattern}'. There are {', '.join(sorted({_stars(name) for name in known})) or 'none'}"
+                    f" '{pattern}'. There are {', '.join(sorted({stars(name) for name in known})) or 'none'}"
                 )
         return outside
 
@@ -135,11 +180,25 @@ def _fresh(kind: BlockKind) -> tuple[Any, Any]:
 
 
 def _pattern(kind: BlockKind) -> str:
-    return _stars(kind.blocks[0].name) if len(kind.blocks) > 1 else kind.blocks[0].name
+    return stars(kind.blocks[0].name) if len(kind.blocks) > 1 else kind.blocks[0].name
 
 
-def _stars(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+def _sequence(blocks: Sequence[Block], dims: Mapping[str, int]) -> tuple[SequencePlan, ...]:
+    """The blocks in ``dims``; one hands its part on where the next of the same list takes it, and nobody looks at it.
+
+    A forward hook of the user's may want the values on one rank alone, which then could not be gathered.
+    """
+    plans = []
+    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+        if block.name in dims:
+            handed_on = (
+                following is not None
+                and following.name.rpartition(".")[0] == block.name.rpartition(".")[0]
+                and dims.get(following.name) == dims[block.name]
+                and not (block.module._forward_hooks or following.module._forward_pre_hooks)
+            )
+            plans.append(SequencePlan(block.name, dims[block.name], gathers=not handed_on))
+    return tuple(plans)
 
 
 def _count(module: nn.Module, layers: Sequence[LayerPlan], size: int) -> tuple[int, int, int]:

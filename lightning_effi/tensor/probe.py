@@ -15,7 +15,7 @@ from lightning_effi.diagnose.compare import compare_tensors
 from lightning_effi.diagnose.probe import NoDropout, copied
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.tensor.apply import AppliedPlan
-from lightning_effi.tensor.plan import LayerPlan
+from lightning_effi.tensor.plan import LayerPlan, SequencePlan
 from lightning_effi.tensor.rules import on_gather
 from lightning_effi.tensor.split import CannotSplitError, gathered
 
@@ -29,12 +29,14 @@ class Verdict:
     reason: what went wrong.
     sources: the column-wise layers that caused it, where that is known.
     gathers: functions without a rule, for which whole activations were gathered.
+    gathers_sequence: likewise, where the activations were parts of a sequence.
     """
 
     passed: bool
     reason: str = ""
     sources: frozenset[str] = frozenset()
     gathers: tuple[str, ...] = ()
+    gathers_sequence: tuple[str, ...] = ()
 
 
 class BlockProbe:
@@ -58,13 +60,23 @@ class BlockProbe:
         self._agreement = Agreement(control_group)
         self._expected = self._run(self._block)
 
-    def judge(self, layers: Sequence[LayerPlan]) -> Verdict:
-        """Try a splitting; the same verdict on all ranks."""
+    def judge(self, layers: Sequence[LayerPlan], sequence_dim: int | None = None) -> Verdict:
+        """Try a splitting; the same verdict on all ranks.
+
+        Args:
+            layers: what is split.
+            sequence_dim: the dim of the hidden states that is split between these layers.
+        """
         parallel = copied(self._block)
-        AppliedPlan(parallel, layers, self._mesh)
+        AppliedPlan(parallel, layers, self._mesh, () if sequence_dim is None else (SequencePlan("", sequence_dim),))
         gathers: dict[str, None] = {}
+        gathers_sequence: dict[str, None] = {}
+
+        def note(name: str, sources: frozenset[str]) -> None:
+            (gathers if sources or sequence_dim is None else gathers_sequence)[name] = None
+
         try:
-            with on_gather(lambda name, _sources: gathers.setdefault(name)):
+            with on_gather(note):
                 actual = self._run(parallel)
         except CannotSplitError as error:  # follows from shapes alone, so that all ranks see it at the same place
             return Verdict(False, str(error), error.sources)
@@ -74,7 +86,7 @@ class BlockProbe:
         if self._agreement.any([not comparison.within(TOLERANCE)])[0]:
             name, distance = comparison.worst
             return Verdict(False, f"'{name}' is off by {distance:.1e}", gathers=tuple(gathers))
-        return Verdict(True, gathers=tuple(gathers))
+        return Verdict(True, gathers=tuple(gathers), gathers_sequence=tuple(gathers_sequence))
 
     def _run(self, block: nn.Module) -> dict[str, Tensor]:
         with torch.enable_grad(), NoDropout(), torch.autocast(self._device_type, enabled=False):

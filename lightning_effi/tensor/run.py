@@ -70,15 +70,26 @@ class TensorRun:
         strategy = self._strategy
         asked = strategy.config.tensor
         user_plan = {} if asked is None or asked.plan == "auto" else asked.plan
-        planner = Planner(strategy.device_mesh["tp"], strategy.tensor_control_group, user_plan)
+        planner = Planner(
+            strategy.device_mesh["tp"],
+            strategy.tensor_control_group,
+            user_plan,
+            sequence_parallel=asked is not None and asked.sequence_parallel,
+            vocabulary=strategy.layout.pipeline == 1,
+        )
         with restored(module):
             return planner.plan(module, step, args, kwargs)
 
     def apply(self, module: nn.Module, plan: TensorPlan) -> None:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
-        self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"])
+        self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"], plan.sequence)
         self._outside = WeightsOutsideLayers(self._applied.group)
         self.is_pending = False
+
+    def after_sharding(self) -> None:
+        """The engine has put its hooks on the module."""
+        if self._applied is not None:
+            self._applied.after_sharding()
 
     def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` as it runs on the split module: weights may be used anywhere, and what it returns is whole."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_effi import _compat
-from lightning_effi.tensor.collectives import TensorGroup, gather, part_of, share, take
+from lightning_effi.tensor.collectives import TensorGroup, gather, share, take
 
 
 class CannotSplitError(ValueError):
@@ -31,12 +31,16 @@ class CannotSplitError(ValueError):
 
 @dataclass(frozen=True)
 class Column:
-    """What a column-wise layer does with the input it is given: its name, and how its output is packed."""
+    """What a column-wise layer does with the input it is given: its name, and how its output is packed.
+
+    ``partial``: the row-wise layer inside the same module (attention's) leaves its sum to the module's exit.
+    """
 
     name: str
     pieces: tuple[int, ...]
     is_head: bool = False
     """Whether its outputs are logits, which the module may use in any way."""
+    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ class Split:
         sources: names of the column-wise layers that it was computed from.
         column: for the input of a column-wise layer, that layer.
         yields: what has no counterpart on parts gets the whole, instead of being refused: so for logits, which
-            nobody has seen in a probe. Their parts may be of different sizes, see ``part_of``.
+            nobody has seen in a probe. Their parts may be of different sizes, see ``collectives.part_of``.
+        partial: for the input of a row-wise layer: its output is left a summand (``dim`` is ``None``), which the
+            layer's exit adds up. Nothing but the layer itself may see it.
     """
 
     group: TensorGroup
@@ -61,16 +67,12 @@ class Split:
     sources: frozenset[str] = frozenset()
     column: Column | None = field(default=None, compare=False)
     yields: bool = False
+    partial: bool = field(default=False, compare=False)
 
     @property
     def size(self) -> int:
         """Size of the split dim in the whole."""
         return sum(self.pieces)
-
-    @property
-    def local_size(self) -> int:
-        """Size of the split dim on this rank."""
-        return sum(part_of(piece, self.group.rank, self.group.size)[1] for piece in self.pieces)
 
     @property
     def is_even(self) -> bool:
@@ -89,7 +91,7 @@ class Split:
 
     def at(self, dim: int, pieces: tuple[int, ...] | None = None) -> Split:
         """The same split in another dim."""
-        return replace(self, dim=dim, pieces=self.pieces if pieces is None else pieces, column=None)
+        return replace(self, dim=dim, pieces=self.pieces if pieces is None else pieces, column=None, partial=False)
 
 
 class SplitTensor(Tensor):
@@ -104,7 +106,8 @@ class SplitTensor(Tensor):
         from lightning_effi.tensor.multihead import COMPOSED
         from lightning_effi.tensor.rules import apply_rule
 
-        if (composed := COMPOSED.get(getattr(func, "__name__", ""))) is not None:
+        composed = COMPOSED.get(getattr(func, "__name__", ""))
+        if composed is not None and isinstance(args[0], SplitTensor) and args[0].placement.column is not None:
             return composed(*args, **(kwargs or {}))
         with _compat.without_subclass_dispatch():
             return apply_rule(func, args, dict(kwargs or {}))
@@ -130,11 +133,11 @@ def split_tensors(*trees: Any) -> list[SplitTensor]:
     return [leaf for leaf in tree_flatten(trees)[0] if isinstance(leaf, SplitTensor)]
 
 
-def gathered(tree: Any) -> Any:
-    """Replace each split tensor in ``tree`` by the whole."""
+def gathered(tree: Any, where: Callable[[Split], bool] = lambda split: True) -> Any:
+    """Replace each split tensor in ``tree`` (only those ``where`` this holds) by the whole."""
 
     def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, SplitTensor):
+        if not isinstance(leaf, SplitTensor) or not where(leaf.placement):
             return leaf
         split = leaf.placement
         if split.dim is None:

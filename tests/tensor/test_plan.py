@@ -93,7 +93,7 @@ def test_plan_prints_layers_reasons_and_sizes() -> None:
         LayerPlan("h.0.qkv", "column", (8, 8, 8), "feeds proj"),
         LayerPlan("h.1.qkv", "column", (8, 8, 8), "feeds proj"),
     )
-    text = str(TensorPlan(2, layers, ("head: not in a block",), total=100, per_rank=60, whole=20))
+    text = str(TensorPlan(2, layers, replicated=("head: not in a block",), total=100, per_rank=60, whole=20))
     assert "tensor parallelism over 2 ranks: 60 of 100 parameters per rank, 20 of them on every rank" in text
     assert "h.*.qkv: column_packed:3 (feeds proj) x 2" in text
     assert "stays whole: head: not in a block" in text
@@ -116,7 +116,7 @@ def test_user_plan_overrides_what_is_derived() -> None:
     [
         ({"plan": {"*.qkv": "columns"}}, "unknown style 'columns'.*column, row, column_gather"),
         ({"plan": "derived"}, 'must be "auto" or a mapping'),
-        ({"sequence_parallel": True}, "does not carry out tensor.sequence_parallel=True"),
+        ({"sequence_parallel": "yes"}, "tensor.sequence_parallel"),
     ],
 )
 def test_bad_settings_are_refused_at_construction(tensor: dict, message: str) -> None:

@@ -32,6 +32,18 @@ def test_rows_are_gathered_in_rank_order() -> None:
     assert run_distributed(gather, 2)[1].tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
+def scatter() -> torch.Tensor:
+    mine = torch.empty(2)
+    _compat.reduce_scatter_rows(mine, torch.arange(4.0) + dist.get_rank(), dist.group.WORLD)
+    return mine
+
+
+def test_rows_are_summed_and_scattered_in_rank_order() -> None:
+    first, second = run_distributed(scatter, 2)
+    assert first.tolist() == [1.0, 3.0]
+    assert second.tolist() == [5.0, 7.0]
+
+
 def gather_two_axes() -> list[str]:
     _compat.quiet_sequential_gathers()
     heard: list[str] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,7 @@ class Evaluated(GPT):
         super().__init__(optimizer="sgd")
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=17)
         self.total = torchmetrics.SumMetric()
+        self.mean = torchmetrics.MeanMetric()
 
     def encode(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.embedding.weight) + self.positions[: tokens.shape[1]]
@@ -162,7 +165,9 @@ class Evaluated(GPT):
         logits = self(batch[:, :-1])
         self.accuracy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.total(float(len(batch)))
+        self.mean(logits.square().mean(), weight=len(batch))
         self.log("accuracy", self.accuracy)
+        self.log("mean", self.mean)
         self.log("total", self.total)
         self.log("loss", self.loss(batch), sync_dist=True, batch_size=len(batch))
         self.log("rows", float(len(batch)), sync_dist=True, reduce_fx="sum", batch_size=len(batch))
@@ -193,54 +198,101 @@ def test_evaluation_counts_every_row_once_and_shuffling_loaders_keep_one_order()
         assert torch.equal(ours[2], predicted)
 
 
+def evaluate_over_replicas() -> Any:
+    data = DataLoader(torch.cat(batches(7, rows=3)), batch_size=4)
+    trainer = make_trainer(TP2, 4)
+    return trainer.validate(Evaluated(), data, verbose=False)[0]
+
+
+def test_data_parallel_evaluation_counts_the_rows_that_padding_repeats_and_no_more() -> None:
+    first, *others = run_distributed(evaluate_over_replicas, 4)
+    assert first["total"] == first["rows"] == 22.0  # the sampler gives both ranks eleven of 21 rows
+    assert all(other == first for other in others)
+
+
 # -- randomness and data ---------------------------------------------------------------------------------------------
 
 
 class Dropping(GPT):
+    """Half of everything is dropped: in the residual stream, inside the MLPs, among attention weights."""
+
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
         self.residual = nn.Dropout(0.5)
-        self.masks: list[Tensor] = []
         for block in self.blocks:
             block.mlp.insert(2, nn.Dropout(0.5))
+            block.attention.dropout = nn.Dropout(0.5)
+            block.attention.forward = partial(attend_with_dropout, block.attention)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.residual(self.embedding(tokens) + self.positions[: tokens.shape[1]])
-        self.masks.append((x == 0).detach())
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
+def attend_with_dropout(self: nn.Module, x: Tensor) -> Tensor:
+    rows, length, width = x.shape
+    q, k, v = (part.view(rows, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+    weights = self.dropout((q @ k.mT).softmax(dim=-1))
+    return self.proj((weights @ v).transpose(1, 2).reshape(rows, length, width))
+
+
+class Masks(pl.Callback):
+    """What was kept in this rank's part, where anything was there to be kept; of the last step."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for name, module in pl_module.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(partial(self._note, name))
+
+    def _note(self, name: str, _module: nn.Module, args: Any, output: Tensor) -> None:
+        before, after = (t.detach().as_subclass(Tensor) for t in (args[0], output))
+        self.kept[name] = after[before != 0] != 0
+
+
 class Parameters(pl.Callback):
+    """What this rank holds of the parameters that tensor parallelism has not split, after the last step."""
+
     def __init__(self) -> None:
         self.last: dict[str, Tensor] = {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.last = {n: p.detach().clone() for n, p in pl_module.named_parameters() if not hasattr(p, "placements")}
+        for name, parameter in pl_module.named_parameters():
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is None or "tp" not in mesh.mesh_dim_names:
+                self.last[name] = (parameter if mesh is None else parameter.to_local()).detach().clone()
 
 
 def train_with_dropout(world_size: int) -> Any:
     pl.seed_everything(5 + torch.distributed.get_rank(), verbose=False)  # ranks that were not seeded alike
-    module, callback = Dropping(), Parameters()
-    trainer = make_trainer(TP2, world_size, callbacks=[callback], max_steps=5)
+    module, masks, parameters = Dropping(), Masks(), Parameters()
+    trainer = make_trainer(TP2, world_size, callbacks=[masks, parameters], max_steps=5)
     same = [batches(1)[0]] * 20
     trainer.fit(module, DataLoader(BatchList(same), batch_size=None))
-    return module.masks[-1], callback.last
+    return masks.kept, parameters.last
 
 
-def test_replicas_drop_alike_and_data_parallel_ranks_differently() -> None:
+def test_replicas_drop_alike_and_parts_and_data_parallel_ranks_differently() -> None:
     results = run_distributed(train_with_dropout, 4, 4)
-    masks = [mask for mask, _ in results]
-    assert torch.equal(masks[0], masks[1])
-    assert torch.equal(masks[2], masks[3])
-    assert not torch.equal(masks[0], masks[2])
-
-
-def test_replicated_parameters_stay_equal_to_the_bit() -> None:
-    (_, first), (_, second) = run_distributed(train_with_dropout, 2, 2)
-    assert first
-    assert all(torch.equal(second[name], value) for name, value in first.items())
+    (first, p0), (second, p1), (other, p2), (last, p3) = results
+    assert torch.equal(first["residual"], second["residual"])
+    assert torch.equal(other["residual"], last["residual"])
+    assert not torch.equal(first["residual"], other["residual"])
+    inside = [name for name in first if name != "residual"]
+    assert {name.rpartition(".")[2] for name in inside} == {"2", "dropout"}
+    for name in inside:
+        ranks = [kept[name] for kept in (first, second, other, last)]
+        assert not any(torch.equal(a, b) for a, b in combinations(ranks, 2)), name
+    rates = [torch.cat([kept[name] for kept in (first, second, other, last) for name in inside]).float().mean()]
+    rates.append(torch.cat([first["residual"], other["residual"]]).float().mean())
+    assert all(abs(float(rate) - 0.5) < 0.03 for rate in rates), rates
+    assert "blocks.0.norm1.weight" in p0
+    assert all(torch.equal(p1[name], value) for name, value in p0.items())
+    assert all(torch.equal(p3[name], value) for name, value in p2.items())
 
 
 def train_on_different_batches() -> None:

@@ -53,8 +53,9 @@ def apply_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if rule is not None:
         try:
             return rule(func, args, kwargs)
-        except CannotSplitError:
-            if not all(tensor.placement.yields for tensor in split_tensors(args, kwargs)):
+        except CannotSplitError as error:
+            # parts of a sequence, which no layer depends on, give way to the whole, and so do logits
+            if error.sources and not all(tensor.placement.yields for tensor in split_tensors(args, kwargs)):
                 raise
             return _on_wholes(func, name, args, kwargs)
     if name in _PASSED:
@@ -77,8 +78,12 @@ def _property(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
 
 
 def _on_wholes(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    operands = split_tensors(args, kwargs)
+    operands = [t for t in split_tensors(args, kwargs) if t.placement.dim is not None]
     sources: frozenset[str] = frozenset().union(*(t.placement.sources for t in operands))
+    if sources and not all(t.placement.sources for t in operands):
+        # keys that were computed by sequence (there are fewer heads than ranks) meet queries that are split by heads
+        args, kwargs = (gathered(tree, where=lambda split: not split.sources) for tree in (args, kwargs))
+        return apply_rule(func, args, kwargs)
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
     target = args[0] if in_place and args else None
     if in_place and not (isinstance(target, SplitTensor) and target.placement.yields):

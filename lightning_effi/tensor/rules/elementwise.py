@@ -72,7 +72,7 @@ def random_elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def merged(operands: list[SplitTensor]) -> Split:
     """The split of the first operand, with the sources of all."""
     sources = frozenset().union(*(t.placement.sources for t in operands))
-    return replace(operands[0].placement, sources=sources, column=None)
+    return replace(operands[0].placement, sources=sources, column=None, partial=False)
 
 
 def _from_right(tensor: SplitTensor) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_effi.tensor.collectives import TensorGroup, exchange, reduce, share, take
+from lightning_effi.tensor.collectives import TensorGroup, contribute, exchange, reduce, share, share_all, take
 from lightning_effi.tensor.split import CannotSplitError, Column, Split, SplitTensor, wrap
 
 Args = tuple[Any, ...]
@@ -44,17 +44,21 @@ def _layer(tensor: Any, weight: Any, bias: Any, *, out_dim: int, product: Callab
     if split.dim is None:
         return _column(tensor, weight, bias, split, out_dim, product)
     if split.dim != last:  # a whole layer applied to each head
-        output = product(tensor, share(_plain(weight, split), split.group))
-        if bias is not None:
-            output = output + share(_plain(bias, split), split.group)
-        return wrap(output, split)
+        if bias is None:
+            return wrap(product(tensor, share(_plain(weight, split), split.group)), split)
+        weight, bias = share_all([_plain(weight, split), _plain(bias, split)], split.group)
+        return wrap(product(tensor, weight) + bias, split)
     if hasattr(weight, "device_mesh"):
         if not split.is_contiguous:
             raise CannotSplitError("the input of a row-wise layer is packed", split.sources)
         local = weight.to_local()
     else:
         local = take(weight, 1 - out_dim, split.pieces, split.group)
-    output = reduce(product(tensor.as_subclass(Tensor), local), split.group)
+    summand = product(tensor.as_subclass(Tensor), local)
+    if split.partial:
+        summand = summand if bias is None else summand + contribute(_plain(bias, split), split.group)
+        return wrap(summand, Split(split.group, None, partial=True))
+    output = reduce(summand, split.group)
     return output if bias is None else output + _plain(bias, split)
 
 

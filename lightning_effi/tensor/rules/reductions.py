@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_effi.tensor.collectives import share
+from lightning_effi.tensor.collectives import share_all
 from lightning_effi.tensor.rules.elementwise import elementwise
 from lightning_effi.tensor.split import SplitTensor, refuse_stored, wrap
 
@@ -70,10 +70,10 @@ def normalisation(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     assert split.dim is not None
     if split.dim >= tensor.dim() - len(given["normalized_shape"]):
         return fall_back(func, args, kwargs)
-    for key in ("weight", "bias"):
-        if isinstance(given.get(key), Tensor):
-            refuse_stored(given[key], split)
-            given[key] = share(given[key], split.group)
+    keys = [key for key in ("weight", "bias") if isinstance(given.get(key), Tensor)]
+    for key in keys:
+        refuse_stored(given[key], split)
+    given |= dict(zip(keys, share_all([given[key] for key in keys], split.group), strict=True))
     return wrap(func(**given), split)
 
 

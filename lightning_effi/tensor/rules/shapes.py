@@ -76,7 +76,7 @@ def reshaped(tensor: SplitTensor, sizes: list[int]) -> SplitTensor:
         return wrap(tensor.reshape(sizes), split)
     dim, pieces = _moved_split(split, shape, sizes)
     local = list(sizes)
-    local[dim] = local[dim] // split.group.size if split.is_even else split.local_size
+    local[dim] = tensor.shape[split.dim] if pieces == split.pieces else sizes[dim] // split.group.size
     return wrap(tensor.reshape(local), split.at(dim, pieces))
 
 
@@ -167,10 +167,14 @@ def unsqueeze(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def squeeze(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    from lightning_effi.tensor.rules import fall_back
+
     tensor, dim = _bound(args, kwargs, ("dim",), (None,))
     split, shape = tensor.placement, whole_shape(tensor)
     chosen = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
     dropped = sorted({d % len(shape) for d in chosen if shape[d] == 1})
+    if split.dim in dropped:
+        return fall_back(func, args, kwargs)
     output = tensor.reshape([n for d, n in enumerate(tensor.shape) if d not in dropped])
     return wrap(output, split if split.dim is None else split.at(split.dim - sum(d < split.dim for d in dropped)))
 
@@ -198,6 +202,8 @@ def repeat_interleave(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> A
     if not isinstance(tensor, SplitTensor) or not isinstance(repeats, int) or dim is None:
         return fall_back(func, args, kwargs)
     split, dim = tensor.placement, dim % tensor.dim()
+    if dim == split.dim and not split.is_even:
+        return fall_back(func, args, kwargs)
     output = tensor.repeat_interleave(repeats, dim)
     if split.dim is None:
         return wrap(output, split)
@@ -229,6 +235,8 @@ def split(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     current: Split = tensor.placement
     if current.dim is None or dim != current.dim:
         return tuple(wrap(part, current) for part in tensor.split(lengths, dim))
+    if len(lengths) == 1:
+        return (wrap(tensor.view(tensor.shape), current),)
     taken = _whole_pieces(current, lengths) if current.is_even else None
     if taken is None:
         raise CannotSplitError(
