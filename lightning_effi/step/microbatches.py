@@ -90,7 +90,7 @@ class MicrobatchedStep:
         weights = self._choice.weights(batch, rows, pieces)
         window = module.trainer.accumulate_grad_batches
         self._shelf.start(self._strategy, is_first=module.trainer.fit_loop.batch_idx % window == 0)
-        results = self._runner.train(pieces, weights, 1.0 / window, args)
+        results = self._runner.train(pieces, weights, self._strategy.precision.loss_scale / window, args)
         self._shelf.put_aside()
         return self._output(results, weights, [piece.rows for piece in pieces])
 
