@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_effi.diagnose.compare import Comparison, compare_tensors
-from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, plain_gradients, restored, silent
+from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, of_size_one, plain_gradients, restored, silent
 from lightning_effi.sharding.initial import broadcast_states
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class RunProbe:
         plain.train(module.training)
         loss, expected = self._plain_step(plain, copy.deepcopy(args), group)
         actual_loss, actual = self._parallel_step(module, copy.deepcopy(args), group)
+        if not all(bool(value.isfinite().all()) for value in (loss, *expected.values())):
+            rank_zero_info("verify: not compared, since the plain module's own loss or gradients are not finite")
+            return
         comparison = compare_tensors({**actual, "loss": actual_loss}, {**expected, "loss": loss})
         self._judge(comparison, time.monotonic() - started)
 
@@ -81,7 +84,7 @@ class RunProbe:
             with self._strategy.precision.train_step_context():
                 loss = loss_of(engine.run_step(module.training_step, *args))
             engine.before_backward(loss)
-            loss.backward()
+            of_size_one(loss).backward()
             engine.after_backward()
             engine.rest()
         gradients = {}
