@@ -6,6 +6,7 @@ Importing this package registers the strategies ``effi``, ``effi_zero1``, ``effi
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_effi import _compat
+from lightning_effi.callbacks import HealthCheck
 from lightning_effi.config import (
     ActivationCheckpointing,
     Checkpoints,
@@ -28,6 +29,7 @@ __all__ = [
     "Checkpoints",
     "EffiPrecision",
     "EffiStrategy",
+    "HealthCheck",
     "Layout",
     "Microbatches",
     "OptimizerStates",

@@ -86,6 +86,14 @@ class _SequentialGathers:
         return "sequential all_gather operations" not in record.getMessage()
 
 
+def unscale_and_check(gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> None:
+    """Multiply tensors of one device and dtype with ``inverse`` and set ``overflow`` to 1 where they are not finite.
+
+    The kernel of ``torch.amp.GradScaler``, which reads each gradient once (two 0-dim fp32 tensors on that device).
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread (``torch._C._current_graph_task_id``)."""
     return torch._C._current_graph_task_id() != -1
@@ -156,6 +164,14 @@ def fsdp_drop_unreduced_grad(param: Any) -> None:
     unsharded = fsdp_unsharded_param(param)
     if unsharded is not None:
         unsharded.grad = None
+
+
+def fsdp_scale_unreduced_grad(param: Any, factor: float) -> None:
+    """Multiply a gradient that was not reduced yet, in place."""
+    unsharded = fsdp_unsharded_param(param)
+    for grad in (param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+        if grad is not None:
+            local_tensor(grad).mul_(factor)
 
 
 def fsdp_zero_unreduced_grad(param: Any) -> None:
@@ -604,6 +620,23 @@ def slurm_requeue_signal(trainer: pl.Trainer) -> int | None:
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
     return None
+
+
+def hold_back_schedulers(trainer: pl.Trainer, is_held: Callable[[], bool]) -> Callable[[], None]:
+    """Let step-interval schedulers stand still while ``is_held()``; returns a function that undoes it.
+
+    Lightning moves them at the end of each window (``_TrainingEpochLoop.update_lr_schedulers``) whether or not the
+    optimizer took its step. The method is shadowed on the loop of this trainer alone.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop.update_lr_schedulers
+
+    def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "step" or not is_held():
+            original(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+    loop.update_lr_schedulers = update_lr_schedulers  # type: ignore[method-assign]
+    return lambda: loop.__dict__.pop("update_lr_schedulers", None)
 
 
 def precision_flag(trainer: pl.Trainer) -> str:

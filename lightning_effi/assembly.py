@@ -272,6 +272,7 @@ class Assembly:
         if self.engine.release(strategy.optimizers):
             self.tensor.undo()
             self._engine = None
+            strategy.precision.release(strategy.lightning_module)
             if strategy.layer_sync is not None:
                 strategy.layer_sync.revert(strategy.lightning_module)
         else:

@@ -113,6 +113,11 @@ class MeshStrategy(ParallelStrategy, ABC):
         return self._data_parallel_group
 
     @property
+    def world_group(self) -> Any | None:
+        """All ranks of the run; ``None`` where there is only this one."""
+        return dist.group.WORLD if self.needs_process_group else None
+
+    @property
     def pipeline_group(self) -> Any:
         """The process group of the ranks of one pipeline, in the order of stages."""
         return self.device_mesh["pp"].get_group()

@@ -48,6 +48,7 @@ from lightning_effi.sharding.engine import Engine
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
 from lightning_effi.step.signals import DeferredSignals
+from lightning_effi.step.skipped import SkippedSteps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -164,6 +165,7 @@ class EffiStrategy(MeshStrategy):
         self.window = AccumulationWindow(exact=exact_accumulation)
         self._checkpoint = RunCheckpoint(self)
         self._signals = DeferredSignals()
+        self._skipped = SkippedSteps()
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class EffiStrategy(MeshStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self.precision.use_device(self.root_device)
+        self.precision.use_device(self.root_device, self.world_group)
         self.assembly.build(trainer, self.lightning_module)
         self.setup_precision_plugin()
         self.assembly.show_plan()
@@ -253,7 +255,13 @@ class EffiStrategy(MeshStrategy):
         if self.assembly.microbatched is not None:
             return self.assembly.microbatched(*args, **kwargs)
         with self.precision.train_step_context():
-            return self.engine.run_step(self.assembly.tensor.over(self.lightning_module.training_step), *args, **kwargs)
+            step = self.assembly.tensor.over(self.lightning_module.training_step)
+            output = self.engine.run_step(step, *args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            factor = self.precision.move_scale(self.lightning_module)
+            if factor != 1.0:
+                self.engine.scale_gradients(factor)
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -328,6 +336,7 @@ class EffiStrategy(MeshStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         self._signals.install(self.lightning_module.trainer, self.run_control_group)
+        self._skipped.install(self.lightning_module.trainer, self.precision)
 
     # -- evaluation and data -----------------------------------------------------------------------------------------
 
@@ -402,6 +411,7 @@ class EffiStrategy(MeshStrategy):
         """After a run that went well, the module is an ordinary one again wherever the memory allows it."""
         if self.assembly.exists and not self.is_interrupted:
             self.assembly.release()
+        self._skipped.remove()
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.precision.teardown()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +30,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_effi import _compat
 from tests.harness import WorkerEnvironment, make_trainer, run_distributed
 
+# rooms that test what they rely on themselves
+ELSEWHERE = ("pipeline/test_compat.py", "tensor/test_private_names.py")
 _covered: set[str] = set()
 
 
@@ -53,7 +57,9 @@ def test_every_function_is_covered() -> None:
     functions = {
         name for name, value in vars(_compat).items() if isinstance(value, FunctionType) and not name.startswith("_")
     }
-    assert {name for name in functions if inspect.getmodule(getattr(_compat, name)) is _compat} == _covered
+    ours = {name for name in functions if inspect.getmodule(getattr(_compat, name)) is _compat}
+    tests = [Path(__file__).parent / name for name in ELSEWHERE]
+    assert ours == _covered.union(*(re.findall(r"_compat\.([a-z]\w+)", test.read_text()) for test in tests))
 
 
 # --- one process ----------------------------------------------------------------------------------------------------
@@ -207,6 +213,20 @@ def test_gradient_waits_where_backward_does_not_reduce(network: Network) -> None
     assert not _compat.fsdp_has_unreduced_grad(param)
     expected = 2 * network.head.weight.full_tensor().sum(dim=0)[:, None].expand(4, 4)
     torch.testing.assert_close(_compat.fsdp_sharded_param(param).grad.full_tensor(), expected)
+
+
+@relies_on("fsdp_scale_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
+def test_unreduced_gradient_is_multiplied(network: Network) -> None:
+    param = backward_without_reduction(network)
+    before = [g.clone() for g in unreduced_gradients(param)]
+    _compat.fsdp_scale_unreduced_grad(param, 0.5)
+    assert before
+    for old, new in zip(before, unreduced_gradients(param), strict=True):
+        torch.testing.assert_close(new, 0.5 * old)
+
+
+def unreduced_gradients(param: Any) -> list[Tensor]:
+    return [g for g in (param.unsharded_accumulated_grad, param.unsharded_param.grad) if g is not None]
 
 
 @relies_on("fsdp_drop_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
@@ -417,6 +437,32 @@ def test_compiled_modules_are_let_through_for_our_strategy_only(monkeypatch: pyt
     with pytest.raises(RuntimeError, match="unsupported"):
         trainer_module._verify_strategy_supports_compile(None, object())
     assert "_verify_strategy_supports_compile(" in inspect.getsource(trainer_module.Trainer)
+
+
+@relies_on("unscale_and_check", "torch._amp_foreach_non_finite_check_and_unscale_")
+def test_tensors_are_divided_and_checked_in_one_go() -> None:
+    gradients, overflow = [torch.tensor([2.0, 4.0]), torch.tensor([8.0])], torch.zeros(())
+    _compat.unscale_and_check(gradients, overflow, torch.tensor(0.5))
+    assert [g.tolist() for g in gradients] == [[1.0, 2.0], [4.0]]
+    assert overflow == 0
+    _compat.unscale_and_check([torch.tensor([1.0, float("nan")])], overflow, torch.tensor(0.5))
+    assert overflow == 1
+
+
+@relies_on("hold_back_schedulers", "_TrainingEpochLoop.update_lr_schedulers")
+def test_step_schedulers_wait_and_epoch_schedulers_do_not() -> None:
+    trainer, calls, held = make_trainer(None, 1), [], [True]
+    loop = trainer.fit_loop.epoch_loop
+    loop.update_lr_schedulers = lambda interval, update_plateau_schedulers: calls.append(interval)
+    undo = _compat.hold_back_schedulers(trainer, lambda: held[0])
+    for interval in ("step", "epoch"):
+        loop.update_lr_schedulers(interval, update_plateau_schedulers=False)
+    held[0] = False
+    loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+    assert calls == ["epoch", "step"]
+    undo()
+    assert "update_lr_schedulers" not in vars(loop)
+    assert {"interval", "update_plateau_schedulers"} <= set(inspect.signature(loop.update_lr_schedulers).parameters)
 
 
 @relies_on("precision_flag", "Trainer._accelerator_connector._precision_flag")

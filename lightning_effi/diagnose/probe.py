@@ -72,12 +72,20 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
+def of_size_one(loss: Tensor) -> Tensor:
+    """The loss divided by its magnitude where that is large, so that its gradients fit into 16-bit float."""
+    return loss / loss.detach().abs().clamp(min=1.0)
+
+
 def plain_gradients(module: nn.Module, step: Callable[..., Any], *args: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradients of ``step(*args)`` for the parameters of a plain module; its gradients are cleared."""
+    """Loss and gradients of ``step(*args)`` for the parameters of a plain module; its gradients are cleared.
+
+    The gradients are those of :func:`of_size_one`.
+    """
     for parameter in module.parameters():
         parameter.grad = None
     loss = loss_of(step(*args))
-    loss.backward()
+    of_size_one(loss).backward()
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.requires_grad}
     for parameter in module.parameters():
         parameter.grad = None

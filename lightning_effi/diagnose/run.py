@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_effi.diagnose.compare import Comparison, compare_tensors
-from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, plain_gradients, restored, silent
+from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, of_size_one, plain_gradients, restored, silent
 from lightning_effi.sharding.initial import broadcast_states
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class RunProbe:
         plain.train(module.training)
         loss, expected = self._plain_step(plain, copy.deepcopy(args), group)
         actual_loss, actual = self._parallel_step(module, copy.deepcopy(args), group)
+        if not all(bool(value.isfinite().all()) for value in (loss, *expected.values())):
+            rank_zero_info("verify: not compared, since the plain module's own loss or gradients are not finite")
+            return
         comparison = compare_tensors({**actual, "loss": actual_loss}, {**expected, "loss": loss})
         judge(comparison, self._strategy.precision.precision, time.monotonic() - started)
 
@@ -82,7 +85,7 @@ class RunProbe:
                 step = self._strategy.assembly.tensor.over(module.training_step)
                 loss = loss_of(engine.run_step(step, *args))
             engine.before_backward(loss)
-            loss.backward()
+            of_size_one(loss).backward()
             engine.after_backward()
             engine.rest()
         gradients = {}

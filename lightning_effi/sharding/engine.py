@@ -88,6 +88,13 @@ class Engine:
         for parameter in self.module.parameters():
             parameter.grad = None
 
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients that wait for an optimizer's step, in place."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                _compat.local_tensor(parameter.grad).mul_(factor)
+
     def watch(self, optimizer: Optimizer) -> None:
         """Let the engine know an optimizer whose parameters it manages."""
 

@@ -127,6 +127,11 @@ class LiveGroup:
             if id(_compat.fsdp_sharded_param(param)) in sharded:
                 _compat.fsdp_drop_unreduced_grad(param)
 
+    def scale_unreduced(self, factor: float) -> None:
+        """Multiply the gradients that were not reduced yet."""
+        for param in self._params:
+            _compat.fsdp_scale_unreduced_grad(param, factor)
+
     def sync_requires_grad(self) -> None:
         """Let the full parameters follow a ``requires_grad`` that was set on the sharded ones."""
         for param in self._params:

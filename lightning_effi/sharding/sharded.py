@@ -269,6 +269,12 @@ class ShardedEngine(Engine):
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
+    def scale_gradients(self, factor: float) -> None:
+        self.rest()
+        super().scale_gradients(factor)
+        for group in self._groups:
+            group.scale_unreduced(factor)
+
     def discard(self) -> None:
         self.rest()
         super().discard()

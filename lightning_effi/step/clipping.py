@@ -80,14 +80,19 @@ def _norm(gradients: Iterable[Tensor], norm_type: float, stages: Stages | None) 
 
 @torch.no_grad()
 def clip_gradient_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, stages: Stages | None = None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    stages: Stages | None = None,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Scale all gradients so that their joint norm is at most ``max_norm``; returns the norm before.
 
-    The coefficient is that of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
+    The coefficient is that of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``. Gradients that
+    are still multiplied with a ``loss_scale`` stay so, and the norms are those of the gradients without it.
     """
     parameters = list(parameters)
-    norm = gradient_norm(parameters, norm_type, stages)
+    norm = gradient_norm(parameters, norm_type, stages) / loss_scale
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradients in _by_device(parameters).values():
         torch._foreach_mul_(gradients, coefficient.to(gradients[0].device))

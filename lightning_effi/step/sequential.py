@@ -41,7 +41,7 @@ class SequentialRunner:
         Args:
             pieces: the cut batch.
             weights: share of each piece in the loss.
-            scale: further factor of the loss.
+            scale: further factor of the loss, the loss scale included.
             args: arguments of ``training_step`` after the batch.
         """
         strategy, results = self._strategy, []

@@ -130,7 +130,7 @@ def test_precision_given_twice_is_refused_before_training() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"precision": "bf16"}, "precision must be one of '32-true', '64-true', 'bf16-mixed', 'bf16-true'"),
+        ({"precision": "bf16"}, "precision must be one of '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed'"),
         ({"precision": "bf16-mixed", "growth_interval": 10}, "growth_interval only has an effect with 16-bit float"),
         ({"precision": "bf16-mixed", "master_weights": True}, "master_weights=True adds an fp32 copy to 'bf16-true'"),
         ({"precision": "32-true", "keep_fp32": ["*norm*"]}, "keep_fp32 needs parameters held in fp32"),
