@@ -72,10 +72,6 @@ class AppliedPlan:
         module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
         self._parameters.append((module, name))
 
-    def after_sharding(self) -> None:
-        """To be called when FSDP2 has put its hooks on the blocks."""
-        self._handles += self._shards.after_sharding()
-
     def undo(self) -> None:
         """Give every layer its whole weight back; all ranks must call this."""
         for handle in self._handles:

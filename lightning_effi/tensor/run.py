@@ -79,11 +79,6 @@ class TensorRun:
         self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"], plan.sequence)
         self.is_pending = False
 
-    def after_sharding(self) -> None:
-        """The engine has put its hooks on the module."""
-        if self._applied is not None:
-            self._applied.after_sharding()
-
     def whole(self, output: Any) -> Any:
         """What a step hook returned, with hidden states that it took from between blocks made whole."""
         return gathered(output) if self.is_wanted and split_tensors(output) else output

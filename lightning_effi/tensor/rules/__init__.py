@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_effi import _compat
-from lightning_effi.tensor.rules import attention, elementwise, layers, products, reductions, shapes
+from lightning_effi.tensor.rules import attention, elementwise, gradients, layers, products, reductions, shapes
 from lightning_effi.tensor.split import CannotSplitError, gathered, split_tensors
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -23,17 +23,19 @@ RULES: dict[str, Rule] = {
     **products.RULES,
     **layers.RULES,
     **attention.RULES,
+    **gradients.RULES,
 }
 
 # Questions about a tensor whose answer is the same for a part and for the whole, and factories that ask for its dtype.
 _PASSED = frozenset(
-    {"dim", "is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device", "type", "register_hook",
+    {"dim", "is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device", "type",
      "requires_grad_", "retain_grad", "backward", "is_inference", "is_nonzero", "__hash__", "__format__",
      "has_names", "__repr__", "is_same_size", "_is_view", "storage_offset", "stride", "data_ptr", "is_pinned",
      "result_type", "is_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
 )  # fmt: skip
 _SHAPE_GETTERS = frozenset({"shape"})
 _RULE_GETTERS = frozenset({"T", "mT", "real", "imag"})
+_PART_GETTERS = frozenset({"grad", "data"})
 
 _listeners: list[Callable[[str, frozenset[str]], None]] = []
 
@@ -64,7 +66,8 @@ def _property(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
         return shapes.size(func, args, {})
     if kind == "__get__" and name in _RULE_GETTERS:
         return RULES[name](func, args, {})
-    return func(*args)
+    value = func(*args)
+    return gradients.like(value, args[0]) if kind == "__get__" and name in _PART_GETTERS else value
 
 
 def _on_wholes(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
