@@ -140,7 +140,6 @@ class Assembly:
             optimizers = DetachedOptimizers(self._strategy.optimizers, module)
             self.tensor.apply(module, plan)
             self._shard(module, plan, optimizers)
-            self.tensor.after_sharding()
             if module.trainer.state.fn == TrainerFn.FITTING:
                 self._prepare_optimizers()
         self.show_plan()

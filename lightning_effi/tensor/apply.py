@@ -91,10 +91,6 @@ class AppliedPlan:
             owner._parameters[key] = part
         self._parameters += places
 
-    def after_sharding(self) -> None:
-        """To be called when FSDP2 has put its hooks on the blocks."""
-        self._handles += self._shards.after_sharding()
-
     def undo(self) -> None:
         """Give every layer its whole weight back; all ranks must call this."""
         for handle in self._handles:

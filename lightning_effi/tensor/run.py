@@ -86,11 +86,6 @@ class TensorRun:
         self._outside = WeightsOutsideLayers(self._applied.group)
         self.is_pending = False
 
-    def after_sharding(self) -> None:
-        """The engine has put its hooks on the module."""
-        if self._applied is not None:
-            self._applied.after_sharding()
-
     def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step`` as it runs on the split module: weights may be used anywhere, and what it returns is whole."""
         return step if self._applied is None else partial(self._run, step, self._applied.group)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_effi import _compat
 from lightning_effi.tensor.collectives import TensorGroup, reduce, scatter_sum, take
@@ -35,17 +35,14 @@ class _Region:
 class SequenceShards:
     """Hooks on blocks, and on the row-wise layers inside them; harmless where no block is planned for it.
 
-    Blocks hand split tensors to each other. Two things between them put a plain tensor with this rank's values in the
-    place of a split one, whose placement is put back here: FSDP2's hook (an autograd function, whose outputs are plain
-    tensors) and recomputation in backward, which gets a block's arguments from autograd.
+    Blocks hand split tensors to each other. Recomputation in backward gets a block's arguments from autograd, which
+    returns plain tensors with this rank's values; their placement is put back here.
     """
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
         self._region: _Region | None = None
-        self._arriving: Split | None = None
         self._arrivals = _Arrivals()
-        self._blocks: list[nn.Module] = []
 
     def __deepcopy__(self, memo: Any) -> SequenceShards:
         return SequenceShards(self._group)
@@ -60,28 +57,18 @@ class SequenceShards:
         handles = []
         for plan in plans:
             block = root.get_submodule(plan.name)
-            self._blocks.append(block)
             handles.append(block.register_forward_pre_hook(partial(self._enter, plan), with_kwargs=True))
             # also when a recomputation ends early, by an exception
             handles.append(block.register_forward_hook(partial(self._leave, plan), always_call=True))
         return handles
-
-    def after_sharding(self) -> list[Any]:
-        """Note placements before the hooks that FSDP2 has put in front of all others; the handles."""
-        return [block.register_forward_pre_hook(self._note, prepend=True, with_kwargs=True) for block in self._blocks]
-
-    def _note(self, _block: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden = _hidden_states(tree_leaves((args, kwargs)))
-        self._arriving = hidden.placement if isinstance(hidden, SplitTensor) else None
 
     def _enter(self, plan: SequencePlan, _block: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         index = hidden_states(leaves)
         if index is None:
             return None
-        hidden, arriving, self._arriving = leaves[index], self._arriving, None
-        if isinstance(hidden, SplitTensor):
-            arriving = hidden.placement
+        hidden = leaves[index]
+        arriving = hidden.placement if isinstance(hidden, SplitTensor) else None
         if _compat.in_backward() and arriving is None:
             arriving = self._arrivals.recall(plan.name, hidden)
         else:
@@ -143,11 +130,6 @@ class _Arrivals:
 
 def _local_shape(tensor: Tensor) -> torch.Size:
     return tensor.as_subclass(Tensor).shape
-
-
-def _hidden_states(leaves: Sequence[Any]) -> Any:
-    index = hidden_states(leaves)
-    return None if index is None else leaves[index]
 
 
 def hidden_states(leaves: Sequence[Any]) -> int | None:

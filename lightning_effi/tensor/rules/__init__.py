@@ -14,7 +14,16 @@ from torch import Tensor
 
 from lightning_effi import _compat
 from lightning_effi.tensor.collectives import take
-from lightning_effi.tensor.rules import attention, elementwise, layers, products, reductions, shapes, vocabulary
+from lightning_effi.tensor.rules import (
+    attention,
+    elementwise,
+    gradients,
+    layers,
+    products,
+    reductions,
+    shapes,
+    vocabulary,
+)
 from lightning_effi.tensor.split import CannotSplitError, SplitTensor, gathered, split_tensors, whole_shape, wrap
 
 Rule = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -27,11 +36,12 @@ RULES: dict[str, Rule] = {
     **layers.RULES,
     **attention.RULES,
     **vocabulary.RULES,
+    **gradients.RULES,
 }
 
 # Questions about a tensor whose answer is the same for a part and for the whole, and factories that ask for its dtype.
 _PASSED = frozenset(
-    {"dim", "is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device", "register_hook",
+    {"dim", "is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device", "type",
      "requires_grad_", "retain_grad", "backward", "is_inference", "is_nonzero", "__hash__", "__format__",
      "has_names", "__repr__", "is_same_size", "_is_view", "storage_offset", "stride", "data_ptr", "is_pinned",
      "result_type", "is_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}

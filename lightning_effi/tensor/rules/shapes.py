@@ -72,8 +72,9 @@ def reshaped(tensor: SplitTensor, sizes: list[int]) -> SplitTensor:
     split, shape = tensor.placement, whole_shape(tensor)
     if -1 in sizes:
         sizes[sizes.index(-1)] = math.prod(shape) // -math.prod(sizes)
-    if split.dim is None:
-        return wrap(tensor.reshape(sizes), split)
+    if split.dim is None or sizes == list(shape):
+        # autograd makes such views of what hooks return, whose placement has to stay
+        return wrap(tensor.reshape(sizes if split.dim is None else tensor.shape), split)
     dim, pieces = _moved_split(split, shape, sizes)
     local = list(sizes)
     local[dim] = tensor.shape[split.dim] if pieces == split.pieces else sizes[dim] // split.group.size
