@@ -12,7 +12,7 @@ OptimizerName = Literal["sgd", "adamw"]
 
 # SGD takes steps so long that fp32 rounding of the parameters themselves stays below 1e-5 of a step. AdamW takes short
 # ones: where the true gradient is zero (the bias of attention keys) it turns rounding noise into an update.
-DEFAULT_LEARNING_RATE: dict[str, float] = {"sgd": 1.0, "adamw": 1e-3}
+DEFAULT_LEARNING_RATE: dict[str, float] = {"sgd": 0.5, "adamw": 1e-3}
 
 
 class ExampleModule(pl.LightningModule):

@@ -18,12 +18,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4": (4, {}),
     "hybrid2x2": (4, {"replicate_size": 2}),
 }
-# name → (gradient_clip_val, gradient_clip_algorithm); each lies below the gradients of every model, but leaves steps
-# long enough to compare in fp32
+# name → (gradient_clip_val, gradient_clip_algorithm); each lies well below the gradients of every model
 CLIPPING: dict[str, tuple[float | None, str]] = {
     "unclipped": (None, "norm"),
-    "clip_norm": (0.25, "norm"),
-    "clip_value": (0.01, "value"),
+    "clip_norm": (0.1, "norm"),
+    "clip_value": (0.005, "value"),
 }
 # name → (optimizer, precision, bounds)
 OPTIMIZERS: dict[str, tuple[str, str, Bounds]] = {
