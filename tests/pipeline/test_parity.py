@@ -164,7 +164,10 @@ def test_too_few_blocks_for_virtual_stages() -> None:
         run(pipelined("gpt-tied", module={"blocks": 3}, strategy={"pipeline": "interleaved"}))
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_loss_in_low_precision_is_near_the_single_process(precision: str) -> None:
-    training = pipelined("llama", precision=precision, learning_rate=0.05, record_tensors=False, steps=5)
+@pytest.mark.parametrize(("precision", "schedule"), [("bf16-mixed", "zb1p"), ("bf16-true", "1f1b")])
+def test_loss_in_low_precision_is_near_the_single_process(precision: str, schedule: str) -> None:
+    strategy = {"pipeline": schedule}
+    training = pipelined(
+        "llama", strategy=strategy, precision=precision, learning_rate=0.05, record_tensors=False, steps=5
+    )
     assert run(training).losses == pytest.approx(run_reference(training).losses, rel=0.02)
