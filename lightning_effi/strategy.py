@@ -403,6 +403,7 @@ class EffiStrategy(MeshStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self.assembly.exists:
             self.engine.explain(exception)
+            self.assembly.tensor.explain(exception)
         if not isinstance(exception, KeyboardInterrupt):
             end_other_processes(self.launcher)
 

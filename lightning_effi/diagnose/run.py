@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15}
 
 
+# Parameters up to which "auto" keeps a copy of the whole module and its gradients; beyond, blocks are compared alone.
+LARGEST = 1_000_000_000
+
+
 class RunProbe:
     """Keeps a plain copy of the module from before sharding until the first batch, and compares once.
 
@@ -40,6 +44,13 @@ class RunProbe:
         strategy = self._strategy
         wanted = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
         if not wanted or not strategy.has_several_processes:
+            return
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if strategy.config.verify == "auto" and numel > LARGEST:
+            rank_zero_info(
+                f"verify: each kind of block was compared with the plain one, the whole module was not, since"
+                f" verify='auto' does so up to {LARGEST:,} parameters and it has {numel:,}. verify=True compares it too"
+            )
             return
         self._plain = copied(module).to(strategy.root_device)
 

@@ -33,8 +33,17 @@ class LayerGroup:
         return LayerGroup(kept) if any(layer.style != "row" for layer in kept) else None
 
 
-def decide(block: nn.Module, trace: Trace, size: int) -> tuple[list[LayerGroup], list[str]]:
-    """The groups of ``block``, and what stays whole with the reason."""
+def decide(
+    block: nn.Module, trace: Trace, size: int, hints: Mapping[str, str] | None = None
+) -> tuple[list[LayerGroup], list[str]]:
+    """The groups of ``block``, and what stays whole with the reason.
+
+    Args:
+        block: whose linear layers are looked at.
+        trace: a run of it.
+        size: number of ranks.
+        hints: styles, by name, for layers that would stay whole.
+    """
     layers = linears(block)
     rows, columns = _assign(trace, layers)
     groups: list[LayerGroup] = []
@@ -52,9 +61,25 @@ def decide(block: nn.Module, trace: Trace, size: int) -> tuple[list[LayerGroup],
             pieces = (attention.embed_dim,) * 3
             groups.append(LayerGroup((LayerPlan(name, "attention", pieces, "heads of nn.MultiheadAttention"),)))
     left = [name for name in layers if name not in rows and name not in columns]
+    hinted = _hinted({name: layers[name] for name in left}, trace, size, hints or {})
+    if hinted:
+        groups.append(LayerGroup(hinted))
+        left = [name for name in left if name not in {layer.name for layer in hinted}]
     if left:
         whole.append(f"{', '.join(left)}: not between two linear layers")
     return groups, whole
+
+
+def _hinted(
+    layers: Mapping[str, nn.Module], trace: Trace, size: int, hints: Mapping[str, str]
+) -> tuple[LayerPlan, ...]:
+    plans = []
+    for name, layer in layers.items():
+        style = hints.get(name, "replicate")
+        pieces = (in_features(layer),) if style == "row" else trace.pieces.get(name, (out_features(layer),))
+        if style != "replicate" and not any(piece % size for piece in pieces):
+            plans.append(LayerPlan(name, style, () if style == "row" else pieces, "by base_model_tp_plan"))
+    return tuple(plans)
 
 
 def _assign(trace: Trace, layers: Mapping[str, nn.Module]) -> tuple[dict[str, frozenset[str]], set[str]]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_effi.inspect import Block, find_blocks
 from lightning_effi.tensor.capture import BlockKind, capture_inputs
 from lightning_effi.tensor.decide import LayerGroup, decide, with_user_plan
+from lightning_effi.tensor.hints import Hints, read_hints
 from lightning_effi.tensor.linear import linears
 from lightning_effi.tensor.plan import LayerPlan, SequencePlan, TensorPlan, asked_styles, stars
 from lightning_effi.tensor.probe import BlockProbe, Verdict
@@ -47,23 +48,25 @@ class Planner:
         """
         blocks = find_blocks(module)
         outside = self._refuse_unknown_names(module, blocks)
+        hints = read_hints(module)
         layers: list[LayerPlan] = []
         dims: dict[str, int] = {}
-        whole: list[str] = []
+        whole: list[str] = list(hints.unknown)
         for kind in capture_inputs(module, blocks, step, args, kwargs):
-            found, left = self._plan_kind(kind)
+            found, left = self._plan_kind(kind, hints)
             name = _pattern(kind)
             whole += [f"{name}: {reason}" for reason in left]
             layers += [layer.below(block.name) for block in kind.blocks for layer in found]
             if self.sequence_parallel and found:
                 dims |= dict.fromkeys((block.name for block in kind.blocks), self._sequence_dim(kind, found))
-        if not layers:
+        asked = asked_styles(outside, self.user_plan)
+        if not layers and "vocab" not in asked.values():
             details = "; ".join(whole) or "no repeated blocks with linear layers ran in the first step"
             raise ValueError(
                 f"tensor_parallel_size={self.mesh.size()} finds nothing to split in {type(module).__name__}: {details}."
                 " Use tensor_parallel_size=1"
             )
-        found, left = self._plan_vocabulary(module, blocks, asked_styles(outside, self.user_plan))
+        found, left = self._plan_vocabulary(module, blocks, asked)
         whole += left
         layers += found
         but = f" but {', '.join(layer.name for layer in found)}" if found else ""
@@ -83,10 +86,10 @@ class Planner:
             )
         return [], ["embeddings and output layers, which a pipeline leaves whole"]
 
-    def _plan_kind(self, kind: BlockKind) -> tuple[list[LayerPlan], list[str]]:
+    def _plan_kind(self, kind: BlockKind, hints: Hints) -> tuple[list[LayerPlan], list[str]]:
         first = kind.blocks[0]
         trace = trace_block(first.module, *_fresh(kind))
-        groups, whole = decide(first.module, trace, self.mesh.size())
+        groups, whole = decide(first.module, trace, self.mesh.size(), hints.inside(first.name, first.module))
         asked = self._asked(first.name, first.module)
         groups = with_user_plan(groups, first.name, first.module, asked, self.mesh.size())
         if not groups:

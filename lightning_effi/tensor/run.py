@@ -25,6 +25,7 @@ from lightning_effi.tensor.plan import TensorPlan
 from lightning_effi.tensor.planner import Planner
 from lightning_effi.tensor.randomness import agree_on_randomness
 from lightning_effi.tensor.split import gathered
+from lightning_effi.tensor.uses import UsesOfLogits
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
@@ -43,6 +44,7 @@ class TensorRun:
         self._strategy = strategy
         self._applied: AppliedPlan | None = None
         self._outside: WeightsOutsideLayers | None = None
+        self._uses = UsesOfLogits()
         self._steps = 0
         self._fastpath = True
         self.is_pending = False
@@ -84,6 +86,7 @@ class TensorRun:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
         self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"], plan.sequence)
         self._outside = WeightsOutsideLayers(self._applied.group)
+        self._uses = UsesOfLogits(layer.name for layer in plan.layers if layer.style == "vocab")
         self.is_pending = False
 
     def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,13 +94,24 @@ class TensorRun:
         return step if self._applied is None else partial(self._run, step, self._applied.group)
 
     def _run(self, step: Callable[..., Any], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
-        training = torch.is_grad_enabled()
-        mode = self._outside if training else WeightsOutsideLayers(group)
-        with nullcontext() if mode is None else mode:
+        if not torch.is_grad_enabled():
+            with WeightsOutsideLayers(group):
+                return gathered(step(*args, **kwargs))
+        with nullcontext() if self._outside is None else self._outside, self._uses:
             output = gathered(step(*args, **kwargs))
-        if training and mode is not None and not mode.was_needed:
+        self._uses.say()
+        if self._outside is not None and not self._outside.was_needed:
             self._outside = None  # it costs a little in every torch function, and the first step had no use for it
         return output
+
+    def explain(self, exception: BaseException) -> None:
+        """Add a note to ``exception`` where tensor parallelism knows more about its cause."""
+        if self._applied is not None and "mixed torch.Tensor and DTensor" in str(exception):
+            exception.add_note(
+                "lightning_effi: with tensor parallelism, a weight that is split was used outside its layer, which the"
+                " first training step did not do. Use it there too (multiplied by zero, say), or keep it whole by"
+                " TensorParallel(plan={'<name of the layer>': 'replicate'})"
+            )
 
     def undo(self) -> None:
         """Make the module whole again; all ranks must call this."""

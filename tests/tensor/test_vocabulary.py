@@ -169,9 +169,7 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 OUTSIDE: dict[str, Loss] = {
     "F.linear": lambda m, x, y: F.cross_entropy(F.linear(m.body(m.table(x)), m.table.weight), y),
-    "F.linear with bias": lambda m, x, y: F.linear(
-        m.table(x), m.table.weight, y.new_ones(len(m.table.weight)).double()
-    ),
+    "F.linear with bias": lambda m, x, y: F.linear(m.table(x), m.table.weight, y.new_ones(len(m.head.weight)) * 1.0),
     "@ weight.T": lambda m, x, y: F.cross_entropy(m.body(m.table(x)) @ m.table.weight.T, y),
     "F.embedding": lambda m, x, y: m.body(F.embedding(x, m.table.weight)),
     "weight[tokens]": lambda m, x, y: m.body(m.table.weight[x]),
