@@ -72,6 +72,10 @@ class AppliedPlan:
         module._parameters[name] = nn.Parameter(part, parameter.requires_grad)
         self._parameters.append((module, name))
 
+    def begin_step(self) -> None:
+        """A step hook of the module is about to run."""
+        self._shards.begin_step()
+
     def undo(self) -> None:
         """Give every layer its whole weight back; all ranks must call this."""
         for handle in self._handles:
