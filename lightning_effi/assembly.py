@@ -104,7 +104,7 @@ class Assembly:
 
     def before_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Whatever waits for the arguments of a step, which runs within the precision's context."""
-        self.tensor.check_batch(args)
+        self.tensor.begin_step(args)
         if self.tensor.is_pending and self._strategy.layout.pipeline == 1:
             self._split(step, args, kwargs)
 

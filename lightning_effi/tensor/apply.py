@@ -91,6 +91,10 @@ class AppliedPlan:
             owner._parameters[key] = part
         self._parameters += places
 
+    def begin_step(self) -> None:
+        """A step hook of the module is about to run."""
+        self._shards.begin_step()
+
     def undo(self) -> None:
         """Give every layer its whole weight back; all ranks must call this."""
         for handle in self._handles:

@@ -46,7 +46,10 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``F.multi_head_attention_forward`` for ``[length, rows, width]``; arguments and results as there."""
+    """``F.multi_head_attention_forward`` for ``[length, rows, width]``; arguments and results as there.
+
+    ``query`` is the input of a split attention: a split tensor that names its column-wise layer.
+    """
     if query.dim() != 3 or use_separate_proj_weight or bias_k is not None or add_zero_attn or static_k is not None:
         raise CannotSplitError("this form of nn.MultiheadAttention (unbatched, other key width, bias_k) has no rule")
     _length, rows, width = query.shape

@@ -123,12 +123,14 @@ class TensorRun:
             self._applied.undo()
             self._applied = None
 
-    def check_batch(self, batch: Any) -> None:
-        """In the first steps, make sure that the ranks of a group were given the same batch.
+    def begin_step(self, batch: Any) -> None:
+        """A step is about to run; in the first ones, make sure that the ranks of a group were given the same batch.
 
         Raises:
             RuntimeError: on all ranks of the group.
         """
+        if self._applied is not None:
+            self._applied.begin_step()
         if not self.is_wanted or self._steps >= _CHECKED_STEPS:
             return
         self._steps += 1

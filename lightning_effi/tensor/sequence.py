@@ -52,6 +52,10 @@ class SequenceShards:
         """Whether a block is running whose hidden states are split by sequence."""
         return self._region is not None
 
+    def begin_step(self) -> None:
+        """Nothing will be recomputed any more."""
+        self._arrivals = _Arrivals()
+
     def apply(self, root: nn.Module, plans: Sequence[SequencePlan]) -> list[Any]:
         """Register the hooks of blocks; their handles."""
         handles = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_effi import TensorParallel
 from tests.harness import Training, run_reference, train_and_assert_parity
 from tests.models.gpt import batches
 from tests.tensor import habits
@@ -21,13 +22,17 @@ SHAPES: dict[str, Callable[..., Any]] = {
 GENERATE = ("own-loss-on-logits", "inner-methods")
 
 
-def train_and_compare(shape: str, world_size: int, zero_stage: int) -> None:
+def train_and_compare(shape: str, world_size: int = 2, zero_stage: int = 2, sequence_parallel: bool = False) -> None:
     if shape == "own-loss-on-logits":
         pytest.importorskip("transformers")
     training = Training(
         SHAPES[shape],
         batches,
-        strategy={"tensor_parallel_size": 2, "zero_stage": zero_stage},
+        strategy={
+            "tensor_parallel_size": 2,
+            "zero_stage": zero_stage,
+            "tensor": TensorParallel(sequence_parallel=sequence_parallel),
+        },
         world_size=world_size,
         callbacks=(habits.Generated,),
     )
@@ -43,7 +48,13 @@ def train_and_compare(shape: str, world_size: int, zero_stage: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_habits_equal_single_process(shape: str) -> None:
-    train_and_compare(shape, world_size=2, zero_stage=2)
+    train_and_compare(shape)
+
+
+@pytest.mark.parametrize("shape", [name if name == "own-loss-on-logits" else pytest.param(name, marks=pytest.mark.full)
+                                   for name in SHAPES])  # fmt: skip
+def test_habits_on_parts_of_the_sequence_equal_single_process(shape: str) -> None:
+    train_and_compare(shape, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("shape", [name if name == "inner-methods" else pytest.param(name, marks=pytest.mark.full)

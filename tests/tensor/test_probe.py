@@ -15,7 +15,7 @@ from lightning_effi.tensor.apply import AppliedPlan
 from lightning_effi.tensor.decide import decide
 from lightning_effi.tensor.plan import LayerPlan
 from lightning_effi.tensor.probe import BlockProbe, Verdict
-from lightning_effi.tensor.rules import elementwise, reductions
+from lightning_effi.tensor.rules import elementwise, layers, reductions
 from lightning_effi.tensor.trace import trace_block
 from tests.harness import run_distributed
 from tests.models.gpt import Block
@@ -67,7 +67,7 @@ def judge_qwen(broken: bool) -> Verdict:
     probe = BlockProbe(block, (), kwargs, tp, tp.get_group())
     if broken:  # the norms' weights no longer get what all ranks' heads pull on them
         elementwise.aligned = lambda tensor, *_: tensor
-        reductions.share = lambda tensor, _: tensor
+        reductions.share_all = lambda tensors, _: list(tensors)
     return probe.judge([layer for group in groups for layer in group.layers])
 
 
@@ -77,6 +77,27 @@ def test_missing_sum_of_a_norms_gradient_is_found_out_on_every_rank() -> None:
     for verdict in run_distributed(judge_qwen, 2, True):
         assert not verdict.passed
         assert "is off by" in verdict.reason
+
+
+def judge_sequence(broken: str) -> Verdict:
+    torch.manual_seed(0)
+    block = Block(16, 4)
+    groups, _ = decide(block, trace_block(block, (X,), {}), 2)
+    tp = mesh()
+    if broken == "norm":  # its weight has the gradient of this rank's positions only
+        reductions.share_all = lambda tensors, _: list(tensors)
+    elif broken == "bias":  # each rank adds it
+        layers.contribute = lambda tensor, _: tensor
+    probe = BlockProbe(block, (X,), {}, tp, tp.get_group())
+    return probe.judge([layer for group in groups for layer in group.layers], sequence_dim=1)
+
+
+def test_wrong_sums_over_positions_are_found_out_on_every_rank() -> None:
+    assert run_distributed(judge_sequence, 2, "") == [Verdict(True)] * 2
+    for broken in ("norm", "bias"):
+        for verdict in run_distributed(judge_sequence, 2, broken):
+            assert not verdict.passed
+            assert "is off by" in verdict.reason
 
 
 def wrong_on_one_rank() -> Verdict:

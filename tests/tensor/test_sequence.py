@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,18 +12,31 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.data import DataLoader
 
 from lightning_effi import TensorParallel, _compat
 from lightning_effi.tensor.apply import AppliedPlan
 from lightning_effi.tensor.decide import decide
 from lightning_effi.tensor.plan import SequencePlan
 from lightning_effi.tensor.trace import trace_block
-from tests.harness import ADAMW_FP64, SGD_FP32, Bounds, Training, run_distributed, train_and_assert_parity
+from tests.harness import (
+    ADAMW_FP64,
+    SGD_FP32,
+    BatchList,
+    Bounds,
+    Training,
+    WorkerError,
+    make_trainer,
+    run_distributed,
+    run_isolated,
+    train_and_assert_parity,
+)
 from tests.models import MODELS, ModelCase
-from tests.models.gpt import Block
+from tests.models.gpt import GPT, Block, batches
 from tests.models.hugging_face import llama_model
 from tests.tensor.architectures import ARCHITECTURES
 from tests.tensor.test_parity import BOUNDS
+from tests.tensor.test_run import Masks, Parameters
 
 EVERYTHING: dict[str, ModelCase] = {**MODELS, **ARCHITECTURES}
 
@@ -124,7 +138,145 @@ def run_blocks(kind: str, parallel: bool) -> tuple[Counter[str], Counter[str], i
     )
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
-def test_a_block_assembles_twice_and_scatters_twice(kind: str) -> None:
-    for forward, backward, _ in run_distributed(run_blocks, 2, kind, True):
-        print(forward, backward)
+def test_a_block_assembles_twice_and_sums_into_parts_twice() -> None:
+    for forward, backward, _ in run_distributed(run_blocks, 2, "llama", True):
+        assert forward == {"c10d._allgather_base_": 2, "c10d._reduce_scatter_base_": 2}
+        # the gradients of two norms are summed over the ranks' positions
+        assert backward == {"c10d._allgather_base_": 2, "c10d._reduce_scatter_base_": 2, "c10d.allreduce_": 2}
+
+
+def test_less_is_kept_for_backward() -> None:
+    for kind in ("gpt", "llama"):
+        for (*_, parts), (*_, whole) in zip(
+            run_distributed(run_blocks, 2, kind, True), run_distributed(run_blocks, 2, kind, False), strict=True
+        ):
+            stream = 2 * 8 * 32 * 4  # bytes of the hidden states; both norms of three blocks keep them
+            assert whole - parts >= 6 * stream // 2, kind
+
+
+# -- what blocks cannot do, and what happens between them ------------------------------------------------------------
+
+
+class Mixing(GPT):
+    """A convolution over neighbouring positions in the residual stream."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for block in self.blocks:
+            block.mix = nn.Conv1d(16, 16, 3, padding=1)
+            block.forward = partial(mix_and_attend, block)
+
+
+def mix_and_attend(self: nn.Module, x: Tensor) -> Tensor:
+    x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+    x = x + self.attention(self.norm1(x))
+    return x + self.mlp(self.norm2(x))
+
+
+class OneRow(GPT):
+    """Blocks that are given ``[positions, width]``."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens[0]) + self.positions[: tokens.shape[1]]
+        for block in self.blocks:
+            block.attention = nn.Identity()
+            x = block(x)
+        return self.head(self.norm(x))[None].expand(len(tokens), -1, -1)
+
+
+REFUSED = {
+    "mixing": (Mixing, "'blocks.\\*' cannot work on parts of the sequence: conv1d would have to see all positions."
+                       " Use sequence_parallel=False"),
+    "one row": (OneRow, "'blocks.\\*' cannot work .*: none of its arguments is a floating-point tensor \\[rows,"),
+}  # fmt: skip
+
+
+def fit(kind: str) -> None:
+    pl.seed_everything(5, verbose=False)
+    data = DataLoader(BatchList(batches(1)), batch_size=None)
+    make_trainer(sequence_parallel(2), 2, max_steps=1).fit(REFUSED[kind][0](), data)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_blocks_that_need_all_positions_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(WorkerError, match=REFUSED[kind][1]):
+        run_distributed(fit, 2, kind)
+
+
+class Between(GPT):
+    """Looks at hidden states between blocks, in every way that comes to mind."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.embedding(batch[:, :-1]) + self.positions
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        penalty = torch.stack(kept[1:]).square().mean() + kept[0][:, 2:5].abs().mean() + kept[1].mean(dim=1).norm()
+        [slope] = torch.autograd.grad(kept[1].square().sum(), kept[0], create_graph=False, retain_graph=True)
+        assert slope.shape == x.shape
+        penalty = penalty + (slope * kept[0]).mean()
+        kept[2].register_hook(lambda gradient: gradient / gradient.norm())
+        logits = self.head(self.norm(kept[-1] + kept[0].detach()))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) + penalty
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor]:
+        return {"hidden": self.blocks[0](self.embedding(batch))}
+
+
+def test_hidden_states_between_blocks_are_those_of_the_whole() -> None:
+    train_and_assert_parity(Training(Between, batches, strategy=sequence_parallel(2), world_size=2))
+
+
+def predict(strategy: dict[str, Any] | None, world_size: int) -> Tensor:
+    pl.seed_everything(5, verbose=False)
+    data = DataLoader(BatchList([batch[:, :5] for batch in batches(2)]), batch_size=None)
+    return torch.cat([part["hidden"] for part in make_trainer(strategy, world_size).predict(Between(), data)])
+
+
+def test_hidden_states_are_returned_whole() -> None:
+    expected = run_isolated(predict, None, 1)
+    for hidden in run_distributed(predict, 2, sequence_parallel(2), 2):
+        assert type(hidden) is Tensor
+        torch.testing.assert_close(hidden, expected)
+
+
+def plan_with_a_hook() -> list[tuple[str, bool]]:
+    module = GPT()
+    module.blocks[1].register_forward_hook(lambda *_: None)
+    data = DataLoader(BatchList(batches(1)), batch_size=None)
+    trainer = make_trainer(sequence_parallel(2), 2, max_steps=1)
+    trainer.fit(module, data)
+    assert "blocks.*: norms, dropouts and residual stream in parts of dim 1 x 4" in str(trainer.strategy.plan)
+    return [(plan.name, plan.gathers) for plan in trainer.strategy.plan.tensor.sequence]
+
+
+def test_what_a_forward_hook_sees_is_whole() -> None:
+    expected = [("blocks.0", False), ("blocks.1", True), ("blocks.2", False), ("blocks.3", True)]
+    assert run_distributed(plan_with_a_hook, 2) == [expected] * 2
+
+
+class ResidualDropout(GPT):
+    def __init__(self) -> None:
+        super().__init__(optimizer="sgd")
+        for block in self.blocks:
+            block.mlp.append(nn.Dropout(0.5))
+
+
+def train_with_dropout() -> Any:
+    pl.seed_everything(5, verbose=False)
+    module, masks, parameters = ResidualDropout(), Masks(), Parameters()
+    trainer = make_trainer(sequence_parallel(2), 2, callbacks=[masks, parameters], max_steps=5)
+    trainer.fit(module, DataLoader(BatchList(batches(5)), batch_size=None))
+    return masks.kept, parameters.last
+
+
+def test_positions_are_dropped_independently_and_replicas_stay_equal_to_the_bit() -> None:
+    (first, replicas), (second, others) = run_distributed(train_with_dropout, 2)
+    for name, kept in first.items():
+        assert len(kept) == len(second[name]) == 2 * 12 * 16 // 2  # half of the positions
+        assert not torch.equal(kept, second[name])
+    rate = torch.cat([*first.values(), *second.values()]).float().mean()
+    assert abs(float(rate) - 0.5) < 0.05
+    assert "blocks.0.norm1.weight" in replicas
+    assert all(torch.equal(others[name], value) for name, value in replicas.items())

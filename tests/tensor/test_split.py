@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_effi.tensor.collectives import TensorGroup, exchange, take
+from lightning_effi.tensor.collectives import TensorGroup, assemble, contribute, exchange, scatter_sum, take
 from lightning_effi.tensor.rules import on_gather
 from lightning_effi.tensor.split import CannotSplitError, Split, SplitTensor, gathered, wrap
 from tests.harness import run_distributed
@@ -102,15 +102,39 @@ def group() -> TensorGroup:
     return TensorGroup(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
 
 
-def compare(case: Callable[[Tensor, Tensor], Any], pieces: tuple[int, ...], gathers: bool) -> None:
+# of activations [ROWS, LENGTH, WIDTH] that are split by LENGTH, which no number of ranks here divides
+BY_POSITION: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "residual": lambda x, y: x * 2 + y,
+    "norm": lambda x, y: F.layer_norm(x, (WIDTH,), y[0, 0], y[0, 1]),
+    "rms": lambda x, y: x * x.pow(2).mean(-1, keepdim=True).rsqrt() * y[0, 0],
+    "whole layer": lambda x, y: F.linear(x, y[0], y[0, 0, :LENGTH]),
+    "slices": lambda x, y: x[:, :, 2:5] + x[..., :3],
+    "every position": lambda x, y: x[:, 0:LENGTH, :],
+    "transpose": lambda x, y: x.transpose(0, 1).reshape(LENGTH, ROWS, HEADS, DEPTH).transpose(0, 1),
+    "softmax": lambda x, y: x.softmax(-1) @ y[0].mT,
+    "stack": lambda x, y: torch.stack([x, y]).unbind(0)[0],
+    "width": lambda x, y: (x * y).sum(-1),
+}
+BY_GATHERING_POSITIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "some positions": lambda x, y: x[:, 1:],
+    "positions repeated": lambda x, y: x.repeat_interleave(2, dim=1),
+    "flattened": lambda x, y: x.reshape(-1, WIDTH),
+    "cut": lambda x, y: x.split([1, 2], dim=1)[1],
+    "mean": lambda x, y: x.mean(dim=1),
+    "attention": lambda x, y: F.scaled_dot_product_attention(x, x, y),
+}
+
+
+def compare(case: Callable[[Tensor, Tensor], Any], pieces: tuple[int, ...], gathers: bool, dim: int = 2) -> None:
     torch.manual_seed(0)
-    x = torch.randn(ROWS, LENGTH, sum(pieces), dtype=torch.float64, requires_grad=True)
-    y = torch.randn(ROWS, LENGTH, sum(pieces), dtype=torch.float64, requires_grad=True)
+    shape = [ROWS, LENGTH, WIDTH]
+    shape[dim] = sum(pieces)
+    x, y = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
     expected = case(x, y)
     pull = torch.randn_like(expected)
     expected_gradients = torch.autograd.grad(expected, (x, y), pull, allow_unused=True)
     calls: list[str] = []
-    split = wrap(take(x, 2, pieces, group()), Split(group(), 2, pieces))
+    split = wrap(take(x, dim, pieces, group()), Split(group(), dim, pieces))
     with on_gather(lambda name, _: calls.append(name)):
         actual = case(split, y)
     assert bool(calls) == gathers, f"gathered for {calls}"
@@ -124,12 +148,13 @@ def compare(case: Callable[[Tensor, Tensor], Any], pieces: tuple[int, ...], gath
         )
 
 
-def compare_all(names: tuple[str, ...], gathers: bool) -> None:
-    cases = BY_GATHERING if gathers else WITHOUT_GATHERING
+def compare_all(names: tuple[str, ...], gathers: bool, dim: int = 2) -> None:
+    by_position = BY_GATHERING_POSITIONS if gathers else BY_POSITION
+    cases = by_position if dim == 1 else BY_GATHERING if gathers else WITHOUT_GATHERING
     failed = []
     for name in names:
         try:
-            compare(cases[name], (WIDTH,), gathers)
+            compare(cases[name], (WIDTH if dim == 2 else LENGTH,), gathers, dim)
         except Exception as error:
             failed.append(f"'{name}': {type(error).__name__}: {error}")
     assert not failed, "\n".join(failed)
@@ -142,6 +167,12 @@ def test_rules_equal_the_whole(world_size: int) -> None:
 
 def test_functions_without_a_rule_run_on_the_whole() -> None:
     run_distributed(compare_all, 2, tuple(BY_GATHERING), True)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rules_equal_the_whole_by_position(world_size: int) -> None:
+    run_distributed(compare_all, world_size, tuple(BY_POSITION), False, 1)
+    run_distributed(compare_all, world_size, tuple(BY_GATHERING_POSITIONS), True, 1)
 
 
 def split_pieces() -> None:
@@ -173,6 +204,30 @@ def exchange_rows() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_stored_rows_reach_the_ranks_that_use_them(world_size: int) -> None:
     run_distributed(exchange_rows, world_size)
+
+
+def take_part_in_sums() -> None:
+    """From parts to wholes and back, where the ranks' parts are not of one size."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for pieces in ((5,), (3,), (1,), (8,), (5, 3)):
+        whole = torch.randn(2, sum(pieces), 3, generator=torch.Generator().manual_seed(0))
+        mine = take(whole, 1, pieces, group()).requires_grad_()
+        together = assemble(mine, 1, pieces, group())
+        torch.testing.assert_close(together, whole, rtol=0, atol=0)
+        together.backward(whole * (rank + 1))
+        torch.testing.assert_close(mine.grad, mine.detach() * sum(range(1, size + 1)))
+        summand = whole.clone().requires_grad_()
+        bias = torch.ones(3, requires_grad=True)
+        part = scatter_sum(summand * (rank + 1) + contribute(bias, group()), 1, pieces, group())
+        torch.testing.assert_close(part, mine.detach() * sum(range(1, size + 1)) + 1)
+        part.backward(mine.detach())
+        torch.testing.assert_close(summand.grad, whole * (rank + 1))
+        torch.testing.assert_close(bias.grad, whole.sum(dim=(0, 1)))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parts_of_any_size_are_assembled_and_summed(world_size: int) -> None:
+    run_distributed(take_part_in_sums, world_size)
 
 
 def refuse(case: Callable[[Tensor], Any], message: str) -> None:
