@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 BENCHMARKS = {
     "overhead": "step time and peak memory against hand-written loops and stock Lightning strategies",
+    "precision": "step time and peak memory in low precision against fp32",
     "tensor": "step time of automatic tensor parallelism against a plan written by hand",
 }
 

@@ -32,10 +32,17 @@ class OverflowsOnce(pl.Callback):
 def fit(accelerator: str, **arguments: Any) -> tuple[WithOptimizer, EffiPrecision]:
     pl.seed_everything(7, verbose=False)
     plugin = EffiPrecision("16-mixed", init_scale=1024.0)
+    flags: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
-        accelerator=accelerator, devices=1, strategy=EffiStrategy(), plugins=[plugin], max_steps=4,
-        gradient_clip_val=0.1, callbacks=[OverflowsOnce()], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    )  # fmt: skip
+        accelerator=accelerator,
+        devices=1,
+        strategy=EffiStrategy(),
+        plugins=[plugin],
+        max_steps=4,
+        gradient_clip_val=0.1,
+        callbacks=[OverflowsOnce()],
+        **flags,
+    )
     module = WithOptimizer(**arguments)
     trainer.fit(module, DataLoader(BatchList(batches(4)), batch_size=None))
     return module, plugin
