@@ -10,6 +10,7 @@ from collections.abc import Sequence
 BENCHMARKS = {
     "overhead": "step time and peak memory against hand-written loops and stock Lightning strategies",
     "pipeline": "schedules against their ideal makespan, and a step against a torch.distributed.pipelining loop",
+    "precision": "step time and peak memory in low precision against fp32",
     "tensor": "step time of automatic tensor parallelism against a plan written by hand",
 }
 

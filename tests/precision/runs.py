@@ -48,9 +48,11 @@ def run_all(trainings: Trainings) -> dict[str, TrainingRecord]:
     return {name: merge([records[name] for records in by_rank]) for name in trainings}
 
 
-def references(trainings: Trainings) -> dict[str, TrainingRecord]:
+def references(trainings: Trainings, keep_callbacks: bool = False) -> dict[str, TrainingRecord]:
     """The same trainings in one process of the stock Trainer, in fp32."""
-    found = {name: replace(training.reference(), callbacks=()) for name, training in trainings.items()}
+    found = {name: training.reference() for name, training in trainings.items()}
+    if not keep_callbacks:
+        found = {name: replace(training, callbacks=()) for name, training in found.items()}
     return {name: merge([record]) for name, record in run_isolated(_train_each, found, timeout=120.0).items()}
 
 
