@@ -358,6 +358,9 @@ def _seed_all(numbers: tuple[int, ...]) -> None:
     import numpy
 
     seed = zlib.crc32(repr(numbers).encode())
-    torch.manual_seed(seed)
+    # torch.manual_seed would format the stack three times for the lazy start of accelerators, a millisecond per call
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     numpy.random.seed(seed)
