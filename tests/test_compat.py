@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -53,7 +55,10 @@ def test_every_function_is_covered() -> None:
     functions = {
         name for name, value in vars(_compat).items() if isinstance(value, FunctionType) and not name.startswith("_")
     }
-    assert {name for name in functions if inspect.getmodule(getattr(_compat, name)) is _compat} == _covered
+    ours = {name for name in functions if inspect.getmodule(getattr(_compat, name)) is _compat}
+    # rooms with private names of their own test them beside what uses them
+    rooms = "".join(path.read_text() for path in Path(__file__).parent.glob("*/test_*.py"))
+    assert ours == _covered | (ours & set(re.findall(r"_compat\.(\w+)", rooms)))
 
 
 # --- one process ----------------------------------------------------------------------------------------------------
