@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 from lightning_effi.tensor.apply import AppliedPlan
 from lightning_effi.tensor.outside import WeightsOutsideLayers
 from lightning_effi.tensor.plan import LayerPlan
 from lightning_effi.tensor.rules import on_gather
+from lightning_effi.tensor.rules.vocabulary import on_loss
 from lightning_effi.tensor.split import gathered
-from tests.harness import run_distributed
+from tests.harness import WorkerError, run_distributed
 
 ROWS, WIDTH = 6, 8
 
@@ -194,3 +196,42 @@ def compare_uses(vocabulary: int, tied: bool) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_whatever_touches_logits_sees_the_whole(world_size: int, vocabulary: int, tied: bool) -> None:
     run_distributed(compare_uses, world_size, vocabulary, tied)
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+
+
+def count_messages() -> tuple[int, ...]:
+    model = Model(16, tied=True)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    AppliedPlan(model, [LayerPlan(end, "vocab", (16,)) for end in ("table", "head")], mesh)
+    tokens = torch.arange(6)
+    counts = []
+    with CommDebugMode() as messages, on_loss(lambda: counts.append(1)):
+        loss = F.cross_entropy(model(tokens), tokens)
+    counts.append(messages.get_total_counts())
+    with CommDebugMode() as messages:
+        loss.backward()
+    counts.append(messages.get_total_counts())
+    with torch.no_grad():
+        assert type(model(tokens)) is Tensor
+    return tuple(counts)
+
+
+def test_embedding_sends_one_message_loss_two_and_backward_one() -> None:
+    assert run_distributed(count_messages, 2) == [(1, 3, 1)] * 2
+
+
+def look_up(row: int, as_target: bool) -> None:
+    model = Model(17, tied=True)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    AppliedPlan(model, [LayerPlan(end, "vocab", (17,)) for end in ("table", "head")], mesh)
+    tokens = torch.tensor([3, row])
+    F.cross_entropy(model(tokens % 17), tokens) if as_target else model(tokens)
+
+
+@pytest.mark.parametrize("as_target", [False, True], ids=["token", "target"])
+@pytest.mark.parametrize("row", [17, -1])
+def test_rows_that_do_not_exist_are_refused(row: int, as_target: bool) -> None:
+    with pytest.raises(WorkerError, match=r"out of (range|bounds)"):
+        run_distributed(look_up, 2, row, as_target)
