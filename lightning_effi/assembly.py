@@ -210,6 +210,7 @@ class Assembly:
             module,
             group=strategy.pipeline_group,
             replicas=strategy.data_parallel_group,
+            pipeline_control_group=strategy.pipeline_control_group,
             control_group=strategy.run_control_group,
             device=strategy.root_device,
             processes_per_node=strategy.num_processes,
