@@ -221,15 +221,16 @@ class MicrobatchedStep:
         module = self._strategy.lightning_module
         assert module is not None
         losses = [result.loss for result in results]
-        if all(loss is None for loss in losses):
-            return None
-        if any(loss is None for loss in losses):
+        skipped = all(loss is None for loss in losses)
+        if not skipped and any(loss is None for loss in losses):
             raise RuntimeError(
                 "training_step returned None for some micro-batches of a batch and a loss for others; return a loss for"
                 " all, or use microbatches=1"
             )
         for call in self._log_rules.combine([result.logged for result in results], weights, rows):
             module.log(call.name, call.value, **call.arguments)
+        if skipped:
+            return None
         loss = torch.as_tensor(weighted_sum([loss for loss in losses if loss is not None], weights))
         extra = combine_outputs(results, weights, rows)
         return {"loss": loss, **extra} if extra else loss
