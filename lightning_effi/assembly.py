@@ -24,7 +24,7 @@ from lightning_effi.sharding.optimizers import DetachedOptimizers, moments
 from lightning_effi.sharding.plan import plan_sharding
 from lightning_effi.sharding.refuse import refuse_averaging_of_shards, refuse_unshardable
 from lightning_effi.sharding.sharded import ShardedEngine
-from lightning_effi.step.microbatches import MicrobatchedStep, Runner, counts_over_windows, refuse_uncuttable
+from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
 from lightning_effi.step.retry import refuse_retry
 from lightning_effi.step.sequential import SequentialRunner
 from lightning_effi.tensor.plan import TensorPlan
@@ -181,9 +181,9 @@ class Assembly:
         """``None``: each batch is one piece."""
         strategy = self._strategy
         stages, count = strategy.layout.pipeline, strategy.config.microbatches.count
-        counted = counts_over_windows(strategy.config.microbatches, strategy.data_parallel_size, module)
-        retries = strategy.config.microbatches.oom_retry
-        if stages == 1 and count in ("auto", 1) and not counted and not retries:
+        # a mean over labels spans windows and ranks, and running out of memory may call for more pieces
+        wanted = strategy.config.microbatches.weight == "valid_labels" or strategy.config.microbatches.oom_retry
+        if stages == 1 and count in ("auto", 1) and not wanted:
             return None
         refuse_uncuttable(module, strategy.config)
         refuse_retry(strategy.config, strategy.data_parallel_size)
@@ -210,6 +210,7 @@ class Assembly:
             module,
             group=strategy.pipeline_group,
             replicas=strategy.data_parallel_group,
+            pipeline_control_group=strategy.pipeline_control_group,
             control_group=strategy.run_control_group,
             device=strategy.root_device,
             processes_per_node=strategy.num_processes,

@@ -36,6 +36,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         self._data_parallel_group: Any = None
         self._control_group: Any = None
         self._tensor_control_group: Any = None
+        self._pipeline_control_group: Any = None
         self._run_control_group: Any = None
 
     # -- who is who --------------------------------------------------------------------------------------------------
@@ -128,6 +129,11 @@ class MeshStrategy(ParallelStrategy, ABC):
         return self._control_group
 
     @property
+    def pipeline_control_group(self) -> Any:
+        """The ranks of one pipeline, with a backend for CPU tensors."""
+        return self._pipeline_control_group
+
+    @property
     def run_control_group(self) -> Any:
         """All ranks of the run, with a backend for CPU tensors; ``None`` without a process group."""
         return self._run_control_group
@@ -173,6 +179,7 @@ class MeshStrategy(ParallelStrategy, ABC):
             ).get_group()
             self._control_group = self._on_cpu(self._data_parallel_group, ("replicate", "shard"))
             self._tensor_control_group = self._on_cpu(self._device_mesh["tp"].get_group(), ("tp",))
+            self._pipeline_control_group = self._on_cpu(self._device_mesh["pp"].get_group(), ("pp",))
             self._run_control_group = self._on_cpu(dist.group.WORLD, AXES)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh

@@ -100,10 +100,13 @@ class RunCheckpoint:
         module = self._strategy.lightning_module
         assert module is not None
         self._settle()
+        state = checkpoint["state_dict"]
+        if self._strategy.assembly.stages:  # what did not fit into one process is still split: each takes its part
+            state = stage_checkpoint.of_this_stage(module, state, is_directory=self._loaded_directory is not None)
         if self._loaded_directory is not None:
-            sharded.load_model(self._loaded_directory, module, checkpoint["state_dict"], strict)
+            sharded.load_model(self._loaded_directory, module, state, strict)
         else:
-            full.load_model(module, checkpoint["state_dict"], strict)
+            full.load_model(module, state, strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill the optimizers, whose parameters are sharded by now."""

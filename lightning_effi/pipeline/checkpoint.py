@@ -6,6 +6,7 @@ first holder's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -81,6 +82,20 @@ def merge_stages(
             "others": {name: found for part in parts for name, found in part["others"].items()},
             "names": names[index],
         }
+
+
+def of_this_stage(module: nn.Module, state: Mapping[str, Any], *, is_directory: bool) -> Mapping[str, Any]:
+    """The part of a checkpoint's ``state_dict`` that a split module holds here.
+
+    Args:
+        module: of which other stages hold the rest.
+        state: of the whole module: values, or where they are found in a directory.
+        is_directory: which of the two.
+    """
+    held = module.state_dict().keys()
+    if not is_directory:
+        return {key: value for key, value in state.items() if key in held}
+    return {**state, "tensors": {key: source for key, source in state["tensors"].items() if key in held}}
 
 
 def _name_in(key: str) -> str:

@@ -32,6 +32,7 @@ class PipelineEngine(Engine):
         module: the LightningModule; moved to ``device`` in place, with the first stage's values.
         group: the ranks of the pipeline.
         replicas: the ranks of other pipelines that hold the same stage, over which gradients are averaged.
+        pipeline_control_group: as ``group``, with a backend for CPU tensors.
         control_group: all ranks of the run, with a backend for CPU tensors.
         device: where the module lives.
         processes_per_node: how many processes share this machine's memory.
@@ -46,6 +47,7 @@ class PipelineEngine(Engine):
         *,
         group: dist.ProcessGroup,
         replicas: dist.ProcessGroup,
+        pipeline_control_group: dist.ProcessGroup,
         control_group: dist.ProcessGroup,
         device: torch.device,
         processes_per_node: int,
@@ -58,7 +60,7 @@ class PipelineEngine(Engine):
         module.to(device)
         for ranks in (group, replicas):
             broadcast_states([*module.parameters(), *module.buffers()], ranks)
-        _share_randomness(group)
+        _share_randomness(pipeline_control_group)
         self._replicas = replicas
         self._agreement = Agreement(control_group)
         self._processes_per_node = processes_per_node

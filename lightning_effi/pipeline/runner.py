@@ -39,6 +39,7 @@ from lightning_effi.pipeline.stage import LiveStage
 from lightning_effi.pipeline.stages import StageParameters
 from lightning_effi.pipeline.timeline import Timeline
 from lightning_effi.pipeline.trace import Trace, trace_step
+from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.step.logs import StepResult, captured_logs
 from lightning_effi.step.split import Piece, shapes, tensors
 from lightning_effi.step.state import changed_by
@@ -80,7 +81,7 @@ class PipelineRunner:
         self._structure: Any = None
         self._comparing = False
         self._seed = torch.tensor(torch.initial_seed() % (1 << 62))
-        dist.broadcast(self._seed, self._ranks[0], group=group)
+        dist.broadcast(self._seed, self._ranks[0], group=strategy.pipeline_control_group)
 
     # -- splitting -----------------------------------------------------------------------------------------------------
 
@@ -108,9 +109,13 @@ class PipelineRunner:
             numels = {info.name: info.numel for info in describe_parameters(module)}
             sizes = len(self._placement) if config.split == "auto" else config.split
             stages, boundaries, shared = plan_stages(trace, parameters, numels, sizes, config.stages_per_rank)
-        except BaseException:
+        except Exception as error:
             self._interception.remove()
+            self._agree(error, None)
             raise
+        agreed = self._agree(None, (_structure(trace), [len(stage.blocks) for stage in stages]))
+        if agreed is not None:
+            stages, boundaries, shared = plan_stages(trace, parameters, numels, agreed, config.stages_per_rank)
         timeline = Timeline.of(self._schedule(microbatches))
         self.plan = PipelinePlan(stages, boundaries, shared, timeline, self._placement)
         if tensor is not None:
@@ -127,6 +132,36 @@ class PipelineRunner:
         }
         self._strategy.assembly.on_split(self.plan, self.plan.ranks[self.stage], tensor)
         self._refuse_another_loss(piece, args, expected)
+
+    def _agree(self, error: Exception | None, planned: tuple[Any, list[int]] | None) -> list[int] | None:
+        """Nobody goes on where planning failed on one rank; pipelines whose batches balance differently cut alike.
+
+        Args:
+            error: why it failed here.
+            planned: what the step calls, and how many blocks each stage has.
+
+        Returns:
+            the blocks of each stage where those of this rank are not the ones to be used.
+
+        Raises:
+            RuntimeError: where another rank could not plan, or its step does something else.
+        """
+        assert self._interception is not None
+        everybody = Agreement(self._strategy.run_control_group).gather((error and str(error), planned))
+        failed = next((rank for rank, (message, _) in enumerate(everybody) if message is not None), None)
+        if error is not None or planned is None:
+            return None
+        if failed is not None:
+            self._interception.remove()
+            raise RuntimeError(f"pipeline: rank {failed} could not plan: {everybody[failed][0]}")
+        structure, sizes = everybody[0][1]
+        if any(found[0] != structure for _, found in everybody):
+            self._interception.remove()
+            raise RuntimeError(
+                "pipeline: on the first batches of some ranks, training_step runs other blocks, or hands them other"
+                " arguments, than on those of others. All steps must do the same. Use pipeline_parallel_size=1"
+            )
+        return None if sizes == planned[1] else sizes
 
     def _plan_tensor(self, piece: Piece, args: Sequence[Any]) -> TensorPlan | None:
         """How blocks are split among the ranks of a stage; found before anything stands between them and a step."""
@@ -150,7 +185,7 @@ class PipelineRunner:
         for tensor in tensors(batch).values():
             state = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), state)
         states = torch.tensor([state, -state])
-        dist.all_reduce(states, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(states, dist.ReduceOp.MAX, group=self._strategy.pipeline_control_group)
         if states[0] != -states[1]:
             raise RuntimeError(
                 "pipeline: the ranks of one pipeline were given different batches. The dataset or its transforms must"

@@ -29,8 +29,6 @@ class WeightChoice:
         agreement: among all ranks that run a step together, or ``None``.
         run: forward of some pieces without gradients, from equal randomness; its losses are compared.
         log_rules: learns on the way how logged values combine.
-        counts: the amounts themselves are asked for, too (:meth:`amounts`), since windows and ranks are averaged by
-            them.
     """
 
     def __init__(
@@ -41,9 +39,7 @@ class WeightChoice:
         agreement: Agreement | None,
         run: Callable[[Sequence[Piece]], list[StepResult]],
         log_rules: LogRules,
-        counts: bool = False,
     ) -> None:
-        self._counts = counts
         self._config = config
         self._low_precision = low_precision
         self._agreement = agreement
@@ -62,7 +58,7 @@ class WeightChoice:
         """
         if self._fixed is not None:
             return self._fixed(pieces)
-        if self._counts:
+        if self._config.weight == "valid_labels":  # windows and ranks are averaged by the amounts themselves
             self._find_counted_positions(batch, rows)
         if len(pieces) == 1:
             return [1.0]

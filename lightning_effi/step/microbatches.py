@@ -27,7 +27,7 @@ from lightning_effi.step.split import Piece, count_rows, split
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_effi.config import EffiConfig, Microbatches
+    from lightning_effi.config import EffiConfig
     from lightning_effi.strategy import EffiStrategy
 
 
@@ -87,9 +87,8 @@ class MicrobatchedStep:
         self._told_whole: tuple[str, ...] = ()
         self._log_rules = LogRules()
         self._args: Sequence[Any] = ()
-        module = strategy.lightning_module
         config = strategy.config.microbatches
-        self._sums = counts_over_windows(config, strategy.data_parallel_size, module)
+        self._sums = config.weight == "valid_labels"
         self._splitter = None if config.splitter is None else resolve_name(config.splitter)
         self._choice = WeightChoice(
             config,
@@ -97,7 +96,6 @@ class MicrobatchedStep:
             agreement=agreement,
             run=self._compare,
             log_rules=self._log_rules,
-            counts=self._sums,
         )
 
     @property
@@ -229,24 +227,19 @@ class MicrobatchedStep:
         module = self._strategy.lightning_module
         assert module is not None
         losses = [result.loss for result in results]
-        if all(loss is None for loss in losses):
-            return None
-        if any(loss is None for loss in losses):
+        skipped = all(loss is None for loss in losses)
+        if not skipped and any(loss is None for loss in losses):
             raise RuntimeError(
                 "training_step returned None for some micro-batches of a batch and a loss for others; return a loss for"
                 " all, or use microbatches=1"
             )
         for call in self._log_rules.combine([result.logged for result in results], weights, rows):
             module.log(call.name, call.value, **call.arguments)
+        if skipped:
+            return None
         loss = torch.as_tensor(weighted_sum([loss for loss in losses if loss is not None], weights))
         extra = combine_outputs(results, weights, rows)
         return {"loss": loss, **extra} if extra else loss
-
-
-def counts_over_windows(config: Microbatches, data_parallel_size: int, module: Any) -> bool:
-    """Whether several batches make up an update whose mean is to be one over all their valid labels."""
-    several = data_parallel_size > 1 or module.trainer.accumulate_grad_batches > 1
-    return config.weight == "valid_labels" and several
 
 
 def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig) -> None:

@@ -110,7 +110,7 @@ class Recorder(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs  # an empty dict: no loss
         # The output holds the loss as it went into backward, divided by the number of batches of the window.
         unscaled = float("nan") if loss is None else float(full_tensor(loss)) * trainer.accumulate_grad_batches
         self.record.losses.append(unscaled)

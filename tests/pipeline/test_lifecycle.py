@@ -178,6 +178,33 @@ def test_thirteen_samples_are_evaluated_and_predicted_once_and_in_order() -> Non
             )
 
 
+def without_memory(strategy: Any, world_size: int) -> list[dict[str, float]]:
+    """The whole module does not fit into one process when the run is over."""
+    from lightning_effi.pipeline import engine
+
+    engine.available_memory = lambda: 0.0
+    pl.seed_everything(3, verbose=False)
+    module = Classifier(optimizer="adamw")
+    trainer = make_trainer(strategy, world_size, max_epochs=1, default_root_dir=Path.cwd())
+    trainer.fit(module, loader(8, 4, 1))
+    before = trainer.test(module, loader(13, 4, 2), verbose=False)
+    trainer.save_checkpoint("after.ckpt")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    after = trainer.test(module, loader(13, 4, 2), ckpt_path="after.ckpt", verbose=False)
+    assert strategy is None or "blocks.0.norm1.weight" not in dict(module.named_parameters()) or module.global_rank == 0
+    return [*before, *after]
+
+
+@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
+def test_module_that_stays_split_is_tested_saved_and_loaded(checkpoints: str) -> None:
+    expected = run_isolated(without_memory, None, 1)
+    for found in run_distributed(without_memory, 2, {**STAGES, "checkpoints": checkpoints}, 2):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+
+
 def held_parameters(strategy: Any) -> tuple[dict[str, int], dict[str, Tensor]]:
     class Held(pl.Callback):
         def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:

@@ -46,8 +46,10 @@ def test_penalty_on_all_parameters() -> None:
     train_and_assert_parity(pipelined(PenalizedWeights, learning_rate=0.1))
 
 
-@pytest.mark.parametrize("module", [GPT, SumLoss])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("module", "accumulate"),
+    [(SumLoss, 1), (GPT, 3), (SumLoss, 3), pytest.param(GPT, 1, marks=pytest.mark.full)],
+)
 def test_mean_and_sum_losses_over_windows(module: type[GPT], accumulate: int) -> None:
     train_and_assert_parity(pipelined(module, accumulate=accumulate, learning_rate=0.1))
 
@@ -68,7 +70,12 @@ class ClipsByThreeNorm(GPT):
 
 
 @pytest.mark.parametrize(
-    ("module", "stages"), [(ClipsByTheLargestGradient, 2), (ClipsByTheLargestGradient, 4), (ClipsByThreeNorm, 4)]
+    ("module", "stages"),
+    [
+        (ClipsByTheLargestGradient, 2),
+        pytest.param(ClipsByTheLargestGradient, 4, marks=pytest.mark.full),
+        (ClipsByThreeNorm, 4),
+    ],
 )
 def test_norms_that_the_module_takes_itself_are_over_all_stages(module: type[GPT], stages: int) -> None:
     train_and_assert_parity(pipelined(module, stages=stages))
@@ -83,7 +90,7 @@ def shrinking(count: int) -> list[Tensor]:
     return [batch[: sizes[i % 3][0], : sizes[i % 3][1]] for i, batch in enumerate(batches(count, rows=6))]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_rows_and_lengths_that_change_from_batch_to_batch(stages: int) -> None:
     train_and_assert_parity(pipelined(GPT, shrinking, stages, steps=6))
 

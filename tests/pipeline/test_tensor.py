@@ -16,7 +16,7 @@ def crossed(model: str, **settings: Any) -> Training:
     return pipelined(model, 2, replicas=2, strategy=strategy, **settings)
 
 
-@pytest.mark.parametrize("model", ["gpt-tied", "llama"])
+@pytest.mark.parametrize("model", [pytest.param("gpt-tied", marks=pytest.mark.full), "llama"])
 def test_gradients_equal_single_process(model: str) -> None:
     train_and_assert_parity(crossed(model, clip=0.1))
 
