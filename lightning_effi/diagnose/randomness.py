@@ -40,7 +40,7 @@ class Randomness:
     def seed(self, *numbers: int) -> None:
         """Draw from here on what follows from ``numbers`` alone."""
         seed = zlib.crc32(repr(numbers).encode())
-        # torch.manual_seed would format the stack three times for the lazy start of accelerators, a millisecond per call
+        # torch.manual_seed would take a millisecond: it formats the stack for accelerators that start later
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
