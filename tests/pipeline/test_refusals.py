@@ -146,3 +146,34 @@ def test_batches_of_changing_lengths() -> None:
 def changing_lengths(count: int) -> list[Tensor]:
     lengths = (7, 5, 10, 4)
     return [batch[: 3 + index % 3, : lengths[index % 4]] for index, batch in enumerate(batches(count, rows=6))]
+
+
+class BackwardOfItsOwn(GPT):
+    def backward(self, loss: Tensor) -> None:
+        (2 * loss).backward()
+
+
+def fifths(batch: Tensor, count: int) -> list[Tensor]:
+    return list(batch.chunk(5))
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "settings", "message"),
+    [
+        (BackwardOfItsOwn, 6, {"pipeline": "zbv"}, "BackwardOfItsOwn has a backward\\(\\) of its own. Use .*'1f1b'"),
+        (
+            GPT,
+            5,
+            {"pipeline": "interleaved", "microbatches": {"count": 4, "splitter": f"{__name__}.fifths"}},
+            "the splitter gave 5 pieces, which the pipeline's schedule cannot have; 4 would do",
+        ),
+    ],
+    ids=["backward", "splitter"],
+)
+def test_what_a_schedule_cannot_carry_out(module: type[GPT], rows: int, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkerError, match=message):
+        run(pipelined(module, partial(batches, rows=rows), **settings))
+
+
+def test_backward_of_its_own_is_called_on_the_last_stage() -> None:
+    train_and_assert_parity(pipelined(BackwardOfItsOwn, pipeline="interleaved"))
