@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_effi.config import check_bool
 from lightning_effi.sharding.optimizers import LocalStep
-from lightning_effi.sharding.plan import Compute, everywhere_low
+from lightning_effi.sharding.plan import Compute
 from lightning_effi.sharding.scalars import ReadableShards
 from lightning_effi.step.clipping import Stages, clip_gradient_norm, clip_gradient_value, norms_over
 
@@ -166,20 +166,6 @@ class EffiPrecision(Precision):
                 return MixedPrecision("bf16-mixed", self._device_type)
             case _:
                 return Precision()
-
-    @contextmanager
-    def computing(self, module: nn.Module) -> Generator[None, None, None]:
-        """Inside, the parameters of an unsharded module have the dtype in which gathered ones are computed with."""
-        stored: dict[nn.Parameter, Tensor] = {}
-        if self.master_weights:
-            for name in everywhere_low(module, self.compute):
-                parameter = module.get_parameter(name)
-                stored[parameter], parameter.data = parameter.data, parameter.data.to(torch.bfloat16)
-        try:
-            yield
-        finally:
-            for parameter, data in stored.items():
-                parameter.data = data
 
     # -- Lightning's hooks -------------------------------------------------------------------------------------------
 
