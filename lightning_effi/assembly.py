@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_effi.pipeline.verify import StageVerification
 from lightning_effi.plan import Plan
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.build import build_engine
+from lightning_effi.sharding.casting import computed_in
 from lightning_effi.sharding.engine import Engine
 from lightning_effi.sharding.optimizers import DetachedOptimizers, moments
 from lightning_effi.sharding.plan import plan_sharding
@@ -215,7 +217,7 @@ class Assembly:
             device=strategy.root_device,
             processes_per_node=strategy.num_processes,
             sync_every_microbatch=strategy.config.gradient_sync == "every",
-            computing=strategy.precision.computing,
+            computing=partial(computed_in, strategy.precision.compute),
             undo_tensor=self.tensor.undo,
         )
 

@@ -40,6 +40,7 @@ from lightning_effi.pipeline.stages import StageParameters
 from lightning_effi.pipeline.timeline import Timeline
 from lightning_effi.pipeline.trace import Trace, trace_step
 from lightning_effi.sharding.agreement import Agreement
+from lightning_effi.sharding.casting import computed_in
 from lightning_effi.step.logs import StepResult, captured_logs
 from lightning_effi.step.split import Piece, shapes, tensors
 from lightning_effi.step.state import changed_by
@@ -96,14 +97,14 @@ class PipelineRunner:
             return
         self._refuse_different_batches(piece.data)
         module, config = self._module, self._config
-        with self._strategy.precision.computing(module), restored(module):
+        with computed_in(self._strategy.precision.compute, module), restored(module):
             expected = self._whole_loss(piece, args)
         tensor = self._plan_tensor(piece, args)
         self._trunk = trunk = find_trunk(module)
-        with self._strategy.precision.computing(module):
+        with computed_in(self._strategy.precision.compute, module):
             self._interception = Interception(module, trunk.blocks, trunk.units)
         try:
-            with self._strategy.precision.computing(module):
+            with computed_in(self._strategy.precision.compute, module):
                 trace = self._trace(module.training_step, piece.data, args)
             parameters = _parameters_below(module, (*trunk.blocks, *trunk.units))
             numels = {info.name: info.numel for info in describe_parameters(module)}
@@ -168,7 +169,7 @@ class PipelineRunner:
         assembly, precision = self._strategy.assembly, self._strategy.precision
         if not assembly.tensor.is_pending:
             return None
-        with torch.inference_mode(False), precision.computing(self._module), precision.train_step_context():
+        with torch.inference_mode(False), computed_in(precision.compute, self._module), precision.train_step_context():
             return assembly.tensor.plan(self._module, self._module.training_step, (piece.data, *args), {})
 
     def make_whole(self) -> None:

@@ -15,6 +15,7 @@ from lightning_effi.diagnose.compare import compare_tensors
 from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, silent
 from lightning_effi.diagnose.run import judge
 from lightning_effi.sharding.agreement import Agreement
+from lightning_effi.sharding.casting import computed_in
 from lightning_effi.step.split import Piece
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class StageVerification:
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
         total = torch.zeros((), device=strategy.root_device)
-        with strategy.precision.computing(module), restored(module), silent(module), NoDropout():
+        with computed_in(strategy.precision.compute, module), restored(module), silent(module), NoDropout():
             for data, weight in parts:
                 with strategy.precision.train_step_context():
                     loss = loss_of(module.training_step(copy.deepcopy(data), *args)) * weight

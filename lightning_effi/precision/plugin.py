@@ -19,7 +19,7 @@ from lightning_effi.precision import hardware, modules
 from lightning_effi.precision.scaling import PATIENCE, LossScaler, LossScaling
 from lightning_effi.precision.unscale import first_nonfinite, unscale_gradients
 from lightning_effi.sharding.optimizers import LocalStep
-from lightning_effi.sharding.plan import Compute, everywhere_low
+from lightning_effi.sharding.plan import Compute
 from lightning_effi.sharding.scalars import ReadableShards
 from lightning_effi.step.clipping import Stages, clip_gradient_norm, clip_gradient_value, norms_over
 
@@ -279,20 +279,6 @@ class EffiPrecision(Precision):
     def forward_context(self) -> Generator[None, None, None]:
         with self._stock.forward_context():
             yield
-
-    @contextmanager
-    def computing(self, module: nn.Module) -> Generator[None, None, None]:
-        """Inside, the parameters of an unsharded module have the dtype in which gathered ones are computed with."""
-        stored: dict[nn.Parameter, Tensor] = {}
-        if self.master_weights:
-            for name in everywhere_low(module, self.compute):
-                parameter = module.get_parameter(name)
-                stored[parameter], parameter.data = parameter.data, parameter.data.to(self._dtype)
-        try:
-            yield
-        finally:
-            for parameter, data in stored.items():
-                parameter.data = data
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
