@@ -20,20 +20,17 @@ def train_and_compare(
     if case.missing:
         pytest.skip(f"needs {', '.join(case.missing)}")
     strategy = {"tensor_parallel_size": tensor, "zero_stage": zero_stage}
+    if settings.get("optimizer", "sgd") == "sgd":
+        # half the usual length: each step makes the rounding of split sums grow, up to tenfold
+        settings.setdefault("learning_rate", 0.25)
     train_and_assert_parity(
         Training(case.module, case.batches, strategy=strategy, world_size=world_size, **settings), bounds
     )
 
 
-# The steps of Olmo 2's norms are so short that fp32 resolves them to little better than 1e-5.
-BOUNDS = {"olmo2": Bounds(step=3e-5)}
-# Steps of this length make Olmo 2 amplify any rounding about tenfold a step, whatever of it is split.
-STEPS = {"olmo2": 2}
-
-
 @pytest.mark.parametrize("model", EVERYTHING)
 def test_two_ranks_equal_single_process(model: str) -> None:
-    train_and_compare(model, bounds=BOUNDS.get(model, SGD_FP32), steps=STEPS.get(model, 3))
+    train_and_compare(model)
 
 
 @pytest.mark.parametrize("model", ["gpt-tied", "encoder", "llama", "llama-kv1-sdpa", "t5", "six-heads"])
