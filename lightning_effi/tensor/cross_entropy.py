@@ -55,7 +55,13 @@ class PartialCrossEntropy(torch.autograd.Function):
         own = torch.zeros_like(target_weight)
         if here:
             own = shifted.gather(-1, index).squeeze(-1).masked_fill(foreign, 0.0)
-        sums = torch.stack([shifted.exp().sum(-1), own, (shifted @ local_weights) if smoothing else own])
+        sums = torch.stack(
+            [
+                shifted.exp().sum(-1),
+                own,
+                own if not smoothing else shifted.sum(-1) if weight is None else shifted @ local_weights,
+            ]
+        )
         dist.all_reduce(sums, group=group.process_group)
         log_sum, own, weighted = sums[0].log(), sums[1], sums[2]
 

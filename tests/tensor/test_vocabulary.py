@@ -14,11 +14,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
 from lightning_effi.tensor.apply import AppliedPlan
+from lightning_effi.tensor.collectives import TensorGroup, take
 from lightning_effi.tensor.outside import WeightsOutsideLayers
 from lightning_effi.tensor.plan import LayerPlan
 from lightning_effi.tensor.rules import on_gather
 from lightning_effi.tensor.rules.vocabulary import on_loss
-from lightning_effi.tensor.split import gathered
+from lightning_effi.tensor.split import Split, gathered, wrap
 from tests.harness import WorkerError, run_distributed
 
 ROWS, WIDTH = 6, 8
@@ -98,6 +99,26 @@ def test_cross_entropy_equals_that_of_the_whole(world_size: int, vocabulary: int
     run_distributed(compare_losses, world_size, vocabulary)
 
 
+def compare_low_precision() -> None:
+    group = TensorGroup(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(ROWS, 17, generator=generator).bfloat16().requires_grad_()
+    target, weight = torch.randint(17, (ROWS,), generator=generator), torch.rand(17, generator=generator)
+    for autocast in (False, True):
+        weight = weight if autocast else weight.bfloat16()
+        parts = wrap(take(logits, 1, (17,), group), Split(group, 1, (17,), yields=True))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses = [F.cross_entropy(given, target, weight, label_smoothing=0.1) for given in (parts, logits)]
+        assert losses[0].dtype == losses[1].dtype
+        torch.testing.assert_close(losses[0], losses[1])
+        ours, theirs = (torch.autograd.grad(loss, logits)[0] for loss in losses)
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=1e-4)
+
+
+def test_low_precision_logits_are_summed_in_fp32_and_give_the_dtype_of_torch() -> None:
+    run_distributed(compare_low_precision, 2)
+
+
 def images(model: Model, tokens: Tensor, target: Tensor) -> Tensor:
     """Classes in dim 1, as for segmentation."""
     logits = model(tokens.view(2, 3)).transpose(1, 2)
@@ -171,7 +192,7 @@ WHOLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 OUTSIDE: dict[str, Loss] = {
     "F.linear": lambda m, x, y: F.cross_entropy(F.linear(m.body(m.table(x)), m.table.weight), y),
-    "F.linear with bias": lambda m, x, y: F.linear(m.table(x), m.table.weight, y.new_ones(len(m.head.weight)) * 1.0),
+    "F.linear, bias": lambda m, x, y: F.linear(m.table(x), m.table.weight, m.body.bias.new_ones(m.head.out_features)),
     "@ weight.T": lambda m, x, y: F.cross_entropy(m.body(m.table(x)) @ m.table.weight.T, y),
     "F.embedding": lambda m, x, y: m.body(F.embedding(x, m.table.weight)),
     "weight[tokens]": lambda m, x, y: m.body(m.table.weight[x]),
@@ -192,8 +213,11 @@ def compare_uses(vocabulary: int, tied: bool) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize(("world_size", "vocabulary"), [(2, 16), (2, 17), (4, 16), (4, 17)])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+_DEFAULT = [(2, 17, False), (2, 16, True), (4, 16, False), (4, 17, True)]
+_IN_FULL = [pytest.param(n, v, not tied, marks=pytest.mark.full) for n, v, tied in _DEFAULT]
+
+
+@pytest.mark.parametrize(("world_size", "vocabulary", "tied"), [*_DEFAULT, *_IN_FULL])
 def test_whatever_touches_logits_sees_the_whole(world_size: int, vocabulary: int, tied: bool) -> None:
     run_distributed(compare_uses, world_size, vocabulary, tied)
 

@@ -88,12 +88,14 @@ def cross_entropy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     plain = logits.as_subclass(Tensor).movedim(classes, -1)
     precise = plain.float() if plain.dtype.itemsize < 4 else plain
     weight = None if weight is None else weight.to(precise.dtype)
-    if target.is_floating_point():
-        losses, divisor = soft_cross_entropy(precise, target.movedim(classes, -1), weight, smoothing, split)
-    else:
-        ignored = target == given.get("ignore_index", -100)
-        losses, divisor = PartialCrossEntropy.apply(precise, target, ignored, weight, smoothing, split)
-    dtype = precise.dtype if torch.is_autocast_enabled(plain.device.type) else plain.dtype
+    device = plain.device.type
+    dtype = precise.dtype if torch.is_autocast_enabled(device) else plain.dtype
+    with torch.autocast(device, enabled=False):
+        if target.is_floating_point():
+            losses, divisor = soft_cross_entropy(precise, target.movedim(classes, -1), weight, smoothing, split)
+        else:
+            ignored = target == given.get("ignore_index", -100)
+            losses, divisor = PartialCrossEntropy.apply(precise, target, ignored, weight, smoothing, split)
     return _reduced(losses, divisor, reduction).to(dtype)
 
 
