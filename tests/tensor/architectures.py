@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tests.models import ModelCase
 from tests.models.base import ExampleModule
+from tests.models.encoder import TokenClassifier
 from tests.models.gpt import GPT, VOCABULARY
 from tests.models.hugging_face import LENGTH, LanguageModel
 from tests.models.hugging_face import VOCABULARY as HF_VOCABULARY
@@ -131,6 +133,49 @@ class CrossAttention(ExampleModule):
         return nn.functional.cross_entropy(self.head(hidden).transpose(0, 1).flatten(0, 1), batch[:, 1:].flatten())
 
 
+class GatedBlock(nn.Module):
+    """Separate queries, keys and values with rotary positions, a gated MLP, ``nn.RMSNorm`` before each."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        y = self.attention_norm(x)
+        q, k, v = (layer(y).view(rows, length, self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        angles = torch.arange(length)[:, None] / 10.0 ** torch.arange(q.shape[-1] // 2)
+        q, k = (rotated(t, angles.cos(), angles.sin()) for t in (q, k))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).reshape(rows, length, width))
+        y = self.mlp_norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+class LlamaStyle(GPT):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(tied=False, **settings)
+        self.blocks = nn.ModuleList(GatedBlock(16, 4) for _ in range(3))
+
+
+class NormFirst(TokenClassifier):
+    """``nn.TransformerEncoder`` with its norms before attention and MLP, and one at its end."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        layer = nn.TransformerEncoderLayer(16, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(16), enable_nested_tensor=False)
+
+
 class SixHeads(GPT):
     """Heads that only 2 and 3 divide; the MLP's width is divisible by 4."""
 
@@ -167,6 +212,8 @@ _CASES = (
     _case("hf-vit", "HuggingFaceViT", f"{_VIT}:batches", "model.vit.layers", "transformers"),
     _case("x-transformers", "XTransformer", f"{_GPT}:batches", "network.attn_layers.layers", "x_transformers"),
     _case("nn-decoder", "CrossAttention", f"{_GPT}:batches", "decoder.layers"),
+    _case("llama-style", "LlamaStyle", f"{_GPT}:batches", "blocks"),
+    _case("norm-first", "NormFirst", "tests.models.encoder:batches", "encoder.layers"),
     _case("six-heads", "SixHeads", f"{_GPT}:batches", "blocks"),
 )  # fmt: skip
 

@@ -46,7 +46,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+ALWAYS = ("tp2", "tp4", "zero3-tp2")
+
+
+@pytest.mark.parametrize(
+    "layout", [layout if layout in ALWAYS else pytest.param(layout, marks=pytest.mark.full) for layout in LAYOUTS]
+)
 def test_clipping_and_returned_norm_equal_single_process(layout: str) -> None:
     world_size, tensor, zero_stage = LAYOUTS[layout]
     strategy = {"tensor_parallel_size": tensor, "zero_stage": zero_stage}
