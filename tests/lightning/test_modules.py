@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
+from packaging.version import Version
 from torch import Tensor, nn
 
 from tests.harness import WorkerError, run_distributed
@@ -35,6 +36,10 @@ def fit_compiled(strategy: Strategy) -> dict[str, Any]:
     return {"step": trainer.global_step, "metrics": metrics(trainer), "weights": weights(module)}
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.14"),
+    reason="the compiler of torch 2.13 cannot trace LightningModule.log: stock Trainers fail alike",
+)
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_a_compiled_module_trains_alike(zero_stage: int) -> None:
     assert assert_same_as_single_process(fit_compiled, zero_stage)[0]["step"] == 4
