@@ -29,10 +29,11 @@ from lightning_effi.config import Pipeline
 
 STAGES = 2
 NOTES = (
-    "First table: the ideal is the schedule's makespan with the blocks' durations alone; bubble: of the schedule, by "
-    "the papers' formula, and of the measured step; live: the most micro-batches that wait for their backward in one "
-    "stage, on each rank; over/action: (step - ideal) / actions of a rank; empty action: the same module without "
-    "sleep, step / actions, Lightning's loop and optimizer included. Second table: "
+    "First table: the ideal is the schedule's makespan with the blocks' durations alone; ratio and best: the "
+    "median step's and the shortest step's to it; bubble: of the schedule, by the papers' formula, and of the measured "
+    "step; live: the most micro-batches that wait for their backward in one stage, on each rank; over/action: (step - "
+    "ideal) / actions of a rank; empty action: the same module without sleep, step / actions, Lightning's loop and "
+    "optimizer included. Second table: "
 )
 
 
