@@ -8,7 +8,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 # CUDA compute capabilities: fp16 arithmetic (5.3), tensor cores for fp16 (7.0) and for bf16 (8.0)
 _ARITHMETIC = (5, 3)
 _FAST = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
-_FAST_ON_CPU = {torch.float16: ("amx_fp16", "avx512_fp16"), torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16")}
+_FAST_ON_CPU = {
+    torch.float16: ("amx_fp16", "avx512_fp16", "fp16_arith"),
+    torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),
+}
 
 
 def refuse_without_float16(device: torch.device, precision: str) -> None:

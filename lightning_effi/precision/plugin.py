@@ -213,13 +213,20 @@ class EffiPrecision(Precision):
         """Let these optimizers update plain local shards where that is known to be the same arithmetic.
 
         Raises:
-            ValueError: for an optimizer that asks for gradients in the middle of its step.
+            ValueError: for optimizers whose gradients cannot be divided by the loss scale once before their step.
         """
         if self.scaler is not None and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
             raise ValueError(
                 f"LBFGS computes gradients within its step, which precision={self.precision!r} cannot check for"
                 " overflow before. Use precision='bf16-mixed' or '32-true'"
             )
+        if self.scaler is not None:
+            held = [id(p) for optimizer in optimizers for p in _unique_parameters(optimizer)]
+            if len(held) != len(set(held)):
+                raise ValueError(
+                    f"precision={self.precision!r}: two optimizers hold the same parameter, whose gradient each of them"
+                    " would divide by the loss scale. Give it to one of them, or use precision='bf16-mixed'"
+                )
         self._local_steps = {id(opt): LocalStep(opt) for opt in optimizers if LocalStep.serves(opt)}
 
     def _stock_plugin(self) -> Precision:
@@ -443,6 +450,10 @@ class EffiPrecision(Precision):
         """A checkpoint of stock Lightning has the state under other names."""
         if type(self).__qualname__ not in checkpoint:
             self.load_state_dict(next((checkpoint[key] for key in _STOCK_KEYS if key in checkpoint), {}))
+
+
+def _unique_parameters(optimizer: Optimizer) -> list[Tensor]:
+    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
 
 
 def _scaling_of(scaler: Any) -> dict[str, Any]:

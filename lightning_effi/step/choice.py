@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_effi.config import Microbatches
@@ -16,7 +16,7 @@ from lightning_effi.step.logs import LogRules, StepResult
 from lightning_effi.step.split import Piece, cut, replaced, tensors
 from lightning_effi.step.weights import Rule, candidates, fixed_rule
 
-# Where rules stay indistinguishable within rounding for so many comparisons, the likeliest of them is taken for good.
+# Where rules stay indistinguishable within rounding for so many comparisons, the closest one is taken for good.
 _MAX_COMPARISONS = 8
 
 
@@ -48,6 +48,7 @@ class WeightChoice:
         self._fixed = fixed_rule(config)
         self._rules: list[Rule] | None = None
         self._comparisons = 0
+        self._errors: dict[str, float] = {}  # of each rule, summed over comparisons and ranks
         self._announced = ""
 
     def weights(self, batch: Any, rows: int, pieces: Sequence[Piece]) -> list[float]:
@@ -150,11 +151,28 @@ class WeightChoice:
             self._refuse(losses, predicted)
         left = [i for i, is_wrong in enumerate(wrong) if not is_wrong]
         self._comparisons += 1
-        self._rules = [self._rules[i] for i in (left if self._comparisons < _MAX_COMPARISONS else left[:1])]
+        self._note_errors([float("inf") if value is None else abs(value - losses[0]) for value in predicted])
+        if self._comparisons >= _MAX_COMPARISONS:
+            rules = self._rules
+            if self._low_precision and len(left) > 1:
+                names = " and ".join(f"'{rules[i].name}'" for i in left)
+                rank_zero_warn(
+                    f"lightning_effi: in 16 bits the losses of micro-batches do not tell {names} apart, and gradients"
+                    " may differ; the closest is taken. Choose with Microbatches(weight=...) to be sure",
+                    category=UserWarning,
+                )
+            left = [min(left, key=lambda i: self._errors[rules[i].name])]
+        self._rules = [self._rules[i] for i in left]
         kept = shares[left[0]]
         assert kept is not None
         parts_rows = [part.rows for part in parts]
         self._log_rules.learn(expected.logged, [result.logged for result in results], kept, parts_rows, tolerance)
+
+    def _note_errors(self, errors: list[float]) -> None:
+        assert self._rules is not None
+        everybodys = [errors] if self._agreement is None else self._agreement.gather(errors)
+        for rule, *found in zip(self._rules, *everybodys, strict=True):
+            self._errors[rule.name] = self._errors.get(rule.name, 0.0) + sum(found)
 
     def _tolerance(self, loss: Tensor | None) -> float:
         """Relative rounding error of a loss; a wrong rule is usually off by more.
@@ -173,8 +191,8 @@ class WeightChoice:
             stop = pieces[1].stop
             middle = max(1, stop // 3)
             return cut(batch, rows, 0, stop), [cut(batch, rows, 0, middle), cut(batch, rows, middle, stop)]
-        neighbours = itertools.pairwise(pieces)
-        pair = next((list(pair) for pair in neighbours if self._disagree(pair)), list(pieces[:2]))
+        pairs = [list(pair) for pair in itertools.pairwise(pieces) if self._disagree(pair)]
+        pair = pairs[self._comparisons % len(pairs)] if pairs else list(pieces[:2])
         return cut(batch, rows, pair[0].start, pair[1].stop), pair
 
     def _refuse_to_join(self, batch: Any, pieces: Sequence[Piece]) -> None:

@@ -37,9 +37,14 @@ def trainings(layouts: tuple[str, ...], model: str, precision: EffiPrecision) ->
     }
 
 
+WITH_EXCEPTIONS = ("zero0", "tp2", "pp2")
+
+
 @cache
 def on_two_processes() -> tuple[dict[str, TrainingRecord], dict[str, TrainingRecord]]:
     runs = trainings(ON_TWO, "gpt-tied", EffiPrecision("16-mixed"))
+    exceptions = EffiPrecision("16-mixed", keep_fp32=["*.mlp.2", "*.norm1"], clamp_activations=1000.0)
+    runs |= {f"{layout}, exceptions": under(layout, training("gpt-tied"), exceptions) for layout in WITH_EXCEPTIONS}
     return run_all(runs), references(runs)
 
 
@@ -50,6 +55,14 @@ def test_gradients_norms_and_clipped_steps_equal_fp32(layout: str, accumulate: i
     assert ours.logged["precision/skipped_steps"] == 0
     assert ours.logged["precision/loss_scale"] == 65536
     assert_parity(without_scale(ours), theirs, NOISE)
+
+
+@pytest.mark.parametrize("layout", WITH_EXCEPTIONS)
+def test_modules_in_fp32_and_bounded_blocks_fit_every_layout(layout: str) -> None:
+    ours, theirs = (records[f"{layout}, exceptions"] for records in on_two_processes())
+    assert_parity(without_scale(ours), theirs, NOISE)
+    plain = on_two_processes()[0][f"{layout}, 1"]
+    assert ours.losses != plain.losses, "the exceptions had no effect"
 
 
 @pytest.mark.full

@@ -52,6 +52,13 @@ class WithLBFGS(GPT):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Shared(GPT):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.blocks.parameters(), lr=0.1)]
+
+
 class WithoutBlocks(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -68,6 +75,7 @@ class WithoutBlocks(pl.LightningModule):
     ("module", "settings", "message"),
     [
         (WithLBFGS, {}, "LBFGS computes gradients within its step"),
+        (Shared, {}, "two optimizers hold the same parameter"),
         (lambda: GPT(blocks=2).half(), {}, "'positions' is in fp16|'embedding.weight' is in fp16"),
         (GPT, {"keep_fp32": ["*.layernorm"]}, r"keep_fp32: no module's name matches '\*\.layernorm'"),
         (WithoutBlocks, {"clamp_activations": 100.0}, "WithoutBlocks has none: leave it out"),

@@ -27,15 +27,16 @@ OVERFLOWS = (0, 1, 2, 6)
 class Overflowing(GPT):
     """Warms up linearly; the loss of some steps is too large for 16-bit float."""
 
-    def __init__(self, overflows: tuple[int, ...] = OVERFLOWS, factor: float = 1e8) -> None:
+    def __init__(self, overflows: tuple[int, ...] = OVERFLOWS, rank: int | None = None) -> None:
         super().__init__(blocks=2)
         self.overflows = overflows
-        self.factor = factor
+        self.rank = rank  # that is given the large losses; None: all, as ranks with one batch must be
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        return loss * self.factor if batch_idx in self.overflows else loss
+        too_large = batch_idx in self.overflows and self.rank in (None, self.global_rank)
+        return loss * 1e8 if too_large else loss
 
     @override
     def configure_optimizers(self) -> dict[str, Any]:
@@ -89,7 +90,8 @@ def learning_rates(strategies: dict[str, dict[str, Any]]) -> dict[str, Any]:
     observed = {}
     for name, strategy in strategies.items():
         rates, averaging = Rates(), Counted()
-        trainer = fit(strategy, Overflowing(), [rates, averaging] if name == "zero0" else [rates])
+        module = Overflowing(rank=1 if "zero" in name else None)
+        trainer = fit(strategy, module, [rates, averaging] if name == "zero0" else [rates])
         assert "update_lr_schedulers" not in vars(trainer.fit_loop.epoch_loop), "put back after training"
         observed[name] = rates.observation
         if name == "zero0":
