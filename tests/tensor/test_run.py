@@ -108,9 +108,20 @@ def launch(fn: Any, layout: str, *args: Any, **strategy: Any) -> Any:
     return run_distributed(fn, world_size, {**chosen, **strategy}, world_size, *args)[0]
 
 
-@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("tp2", "tp2"), ("zero3-tp2", "tp2"), ("tp2", "zero3-tp2"), ("tp2", "tp4"), ("zero2", "tp2")]
+    ("saved", "loaded", "checkpoints"),
+    [
+        ("tp2", "tp2", "sharded"),
+        ("zero3-tp2", "tp2", "full"),
+        ("tp2", "zero3-tp2", "sharded"),
+        ("tp2", "tp4", "full"),
+        ("zero2", "tp2", "sharded"),
+        pytest.param("tp2", "tp2", "full", marks=pytest.mark.full),
+        pytest.param("zero3-tp2", "tp2", "sharded", marks=pytest.mark.full),
+        pytest.param("tp2", "zero3-tp2", "full", marks=pytest.mark.full),
+        pytest.param("tp2", "tp4", "sharded", marks=pytest.mark.full),
+        pytest.param("zero2", "tp2", "full", marks=pytest.mark.full),
+    ],
 )
 def test_any_layout_resumes_from_any_other(saved: str, loaded: str, checkpoints: str, tmp_path: Path) -> None:
     state = launch(fit_and_save, saved, str(tmp_path), checkpoints=checkpoints)
