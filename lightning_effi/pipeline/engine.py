@@ -171,7 +171,7 @@ class PipelineEngine(Engine):
             self._undo_tensor()
             self.stages.follow(self.module)
         if self.runner is not None:
-            self.runner.make_whole()
+            self.runner.make_whole(optimizers)
         return super().release(optimizers)
 
     def explain(self, exception: BaseException) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, same_randomness
@@ -172,10 +173,11 @@ class PipelineRunner:
         with torch.inference_mode(False), computed_in(precision.compute, self._module), precision.train_step_context():
             return assembly.tensor.plan(self._module, self._module.training_step, (piece.data, *args), {})
 
-    def make_whole(self) -> None:
-        """Every rank holds the whole module again, as an ordinary one."""
+    def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
+        """Every rank holds the whole module again, as an ordinary one, and its optimizers' states."""
         if self.stages is not None:
             self.stages.make_whole()
+            self.stages.return_to_optimizers(optimizers, self.optimizer_names)
         if self._interception is not None:
             self._interception.remove()
         self.stages = self._interception = None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_effi import _compat
+from lightning_effi.checkpoint import full
 from lightning_effi.pipeline.plan import PipelinePlan
 
 
@@ -124,6 +125,26 @@ class StageParameters:
             dist.broadcast(parameter.detach(), self._ranks[self._first_holder.get(name, 0)], group=self._group)
             self._put(name, parameter)
 
+    def return_to_optimizers(self, optimizers: Iterable[Optimizer], names: list[list[list[str]]]) -> None:
+        """Undo :meth:`leave_to_optimizers` once the module is whole, with the states of all stages on every rank.
+
+        Args:
+            optimizers: of this stage.
+            names: what :meth:`leave_to_optimizers` returned.
+        """
+        for optimizer, groups in zip(optimizers, names, strict=True):
+            held = {name: optimizer.state[p] for name, p in self.local.items() if p in optimizer.state}
+            mine = full.gather_full(held, keep=True)  # data parallelism may have left them in shards
+            everybodys: list[Any] = [None] * len(self._ranks)
+            dist.all_gather_object(everybodys, mine, group=self._group)
+            states = {name: state for each in reversed(everybodys) for name, state in each.items()} | mine
+            optimizer.state.clear()
+            for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [self._module.get_parameter(name) for name in wanted]
+                for name, parameter in zip(wanted, group["params"], strict=True):
+                    if name in states:
+                        optimizer.state[parameter] = _on_device(states[name], parameter.device)
+
     def _put(self, name: str, parameter: nn.Parameter | None) -> None:
         """Code asks for ``weight.dtype`` or ``.device``: in place of a missing parameter it finds a tensor that knows
         both, takes no memory, and is full of NaN.
@@ -171,6 +192,13 @@ class StageParameters:
         gathered: list[Any] | None = [None] * len(self._ranks) if self._stage == 0 else None
         dist.gather_object(value, gathered, dst=self._ranks[0], group=self._group)
         return gathered or []
+
+
+def _on_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """An optimizer's state of one parameter; counts of steps (0-dim) stay where the optimizer keeps them."""
+    return {
+        key: value.to(device) if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()
+    }
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_effi.config import Microbatches
@@ -16,7 +16,8 @@ from lightning_effi.step.logs import LogRules, StepResult
 from lightning_effi.step.split import Piece, cut, replaced, tensors
 from lightning_effi.step.weights import Rule, candidates, fixed_rule
 
-# Where rules stay indistinguishable within rounding for so many comparisons, the closest one is taken for good.
+# Where rules stay indistinguishable within rounding for so many comparisons, the closest one is taken for good; in 16
+# bits, where rounding hides what matters, the user is asked.
 _MAX_COMPARISONS = 8
 
 
@@ -155,11 +156,10 @@ class WeightChoice:
         if self._comparisons >= _MAX_COMPARISONS:
             rules = self._rules
             if self._low_precision and len(left) > 1:
-                names = " and ".join(f"'{rules[i].name}'" for i in left)
-                rank_zero_warn(
-                    f"lightning_effi: in 16 bits the losses of micro-batches do not tell {names} apart, and gradients"
-                    " may differ; the closest is taken. Choose with Microbatches(weight=...) to be sure",
-                    category=UserWarning,
+                raise RuntimeError(
+                    f"microbatches: in 16 bits the losses of pieces do not tell {_listed(rules, left)} apart, and"
+                    ' gradients would differ. Say which it is: Microbatches(weight="samples") for a mean over rows,'
+                    ' "valid_labels" for a mean over labels'
                 )
             left = [min(left, key=lambda i: self._errors[rules[i].name])]
         self._rules = [self._rules[i] for i in left]
@@ -223,6 +223,10 @@ def _prediction(results: Sequence[StepResult], weights: Sequence[float] | None) 
         return None
     losses: list[Tensor | None] = [result.loss for result in results]
     return sum(float(loss) * w for loss, w in zip(losses, weights, strict=True) if w and loss is not None)
+
+
+def _listed(rules: Sequence[Rule], positions: Sequence[int]) -> str:
+    return " and ".join(f"'{rules[i].name}'" for i in positions)
 
 
 def _close(a: Sequence[float], b: Sequence[float] | None) -> bool:
