@@ -180,7 +180,7 @@ class WeightChoice:
         The dtype is the loss's own, since models may compute it in fp32 whatever the precision of the run.
         """
         if self._low_precision:
-            return 3e-3
+            return 3e-3 if loss is None else max(3e-3, torch.finfo(loss.dtype).eps)
         return 1e-10 if loss is not None and loss.dtype == torch.float64 else 2e-5
 
     def _question(self, batch: Any, rows: int, pieces: Sequence[Piece], uneven: bool) -> tuple[Piece, Sequence[Piece]]:

@@ -165,7 +165,7 @@ def fifths(batch: Tensor, count: int) -> list[Tensor]:
             GPT,
             5,
             {"pipeline": "interleaved", "microbatches": {"count": 4, "splitter": f"{__name__}.fifths"}},
-            "the splitter gave 5 pieces, which the pipeline's schedule cannot have; 4 would do",
+            "returned 5 micro-batches, which the pipeline's schedule cannot have; 4 would do",
         ),
     ],
     ids=["backward", "splitter"],

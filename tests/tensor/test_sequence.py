@@ -111,7 +111,13 @@ def test_recomputed_blocks_equal_single_process(world_size: int, zero_stage: int
         pytest.skip(f"needs {missing}")
     strategy = sequence_parallel(2, zero_stage)
     train_and_assert_parity(
-        Training(checkpointing_llama, MODELS["llama"].batches, strategy=strategy, world_size=world_size)
+        Training(
+            checkpointing_llama,
+            MODELS["llama"].batches,
+            strategy=strategy,
+            world_size=world_size,
+            learning_rate=SHORT_STEPS,
+        )
     )
 
 
