@@ -1,17 +1,53 @@
 """Run a command the way a user would, with a hard limit on everything it starts."""
 
+import atexit
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
+_HERE = Path(__file__).parent
+_CONSOLE_SCRIPTS = {"lightning-effi": "lightning_effi.cli", "torchrun": "torch.distributed.run"}
+
+
+@cache
+def _warm_scripts() -> Path:
+    """A folder with ``python`` and console scripts that run in forks of an interpreter that knows torch already."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    control, of_server = socket.socketpair()
+    path, python = folder / "socket", folder / "python"
+    command = [sys.executable, str(_HERE / "warm_server.py"), str(path), str(of_server.fileno())]
+    server = subprocess.Popen(command, pass_fds=[of_server.fileno()], cwd=folder, start_new_session=True)
+    of_server.close()
+
+    def stop() -> None:
+        control.close()
+        server.wait(timeout=30)
+        shutil.rmtree(folder)
+
+    atexit.register(stop)
+    assert control.recv(1) == b"!", "the warm interpreter did not start"
+    client = [sys.executable, "-I", "-S", str(_HERE / "warm_client.py"), sys.executable, str(path), str(python)]
+    _write_script(python, "#!/bin/sh\nexec " + " ".join(f"'{part}'" for part in client) + ' "$@"\n')
+    for name, module in _CONSOLE_SCRIPTS.items():
+        _write_script(folder / name, f"#!{python}\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
+    return folder
+
+
+def _write_script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 def run_command(
-    command: list[str], folder: Path, *, text: str | None = None, timeout: float = 240
+    command: list[str], folder: Path, *, text: str | None = None, timeout: float = 240, warm: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in ``folder`` with this environment's scripts and the repository importable.
 
@@ -20,19 +56,23 @@ def run_command(
         folder: Working directory.
         text: Standard input; empty if left out.
         timeout: Seconds after which the command and every process it started are killed.
+        warm: Whether Python may have imported Lightning already, which looks at the interpreter when it is imported.
 
     Raises:
         AssertionError: The time ran out; the message holds what was printed.
     """
+    scripts = [_warm_scripts(), SCRIPTS] if warm else [SCRIPTS]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "PATH": os.pathsep.join([str(SCRIPTS), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([*map(str, scripts), os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1",
     }
     environment.pop("PL_GLOBAL_SEED", None)  # left behind by other tests' runs in this process
+    program, *arguments = command
+    found = scripts[0] / ("python" if program == sys.executable else Path(program).name)
     process = subprocess.Popen(
-        command,
+        [str(found) if found.exists() else program, *arguments],
         cwd=folder,
         env=environment,
         stdin=subprocess.PIPE,

@@ -75,7 +75,7 @@ def test_the_main_process_ends_with_the_trained_weights(
     tmp_path: Path, how: str, before: list[str], launcher: str
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = run_command([sys.executable, *before, "train.py", how], tmp_path, timeout=240)
+    done = run_command([sys.executable, *before, "train.py", how], tmp_path, timeout=240, warm=how != "notebook")
     assert done.returncode == 0, done.stderr
     observed = torch.load(tmp_path / "observed.pt")
     assert observed.pop("launcher") == launcher
