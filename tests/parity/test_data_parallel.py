@@ -21,6 +21,7 @@ def over(rows: list[Combination], always: Callable[[Combination], bool] = lambda
 
 
 def of_all_kinds(row: Combination) -> bool:
+    """Each model, and those of different kinds with each stage."""
     return row.model in MODELS_OF_ALL_KINDS or row.zero_stage == 2
 
 
@@ -43,10 +44,7 @@ def train_and_compare(combination: Combination) -> None:
     assert_parity(run(training), reference, combination.bounds)
 
 
-@over(
-    combinations(model=tuple(MODELS), zero_stage=STAGES, layout=("dp2",)),
-    lambda row: row.model in MODELS_OF_ALL_KINDS or row.zero_stage == 2,
-)
+@over(combinations(model=tuple(MODELS), zero_stage=STAGES, layout=("dp2",)), of_all_kinds)
 def test_gradients_equal_single_process(combination: Combination) -> None:
     train_and_compare(combination)
 
