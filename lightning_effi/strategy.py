@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class EffiStrategy(MeshStrategy):
-    """Trains an unmodified ``LightningModule`` on several processes with ZeRO sharding.
+    """Trains an unmodified ``LightningModule`` with ZeRO sharding, tensor and pipeline parallelism.
 
     All arguments are keyword-only after the first and come from Python, YAML and the command line alike. A short
     value stands for the dataclass of the same concern (``checkpoints="sharded"`` is
