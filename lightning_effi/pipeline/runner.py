@@ -355,7 +355,8 @@ class PipelineRunner:
         self, step: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = {}
     ) -> Trace:
         assert self._interception is not None
-        key = (getattr(step, "__name__", step), shapes(batch), torch.is_grad_enabled(), self._module.training)
+        dtypes = self._strategy.precision.autocasts
+        key = (getattr(step, "__name__", step), shapes(batch), dtypes, torch.is_grad_enabled(), self._module.training)
         if key not in self._traces:
             module = self._module
             with restored(module), captured_logs(module), self._strategy.precision.forward_context():

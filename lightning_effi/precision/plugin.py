@@ -287,6 +287,21 @@ class EffiPrecision(Precision):
         with self._stock.forward_context():
             yield
 
+    @contextmanager
+    def in_fp32(self) -> Generator[None, None, None]:
+        """Inside, mixed precision computes in fp32: autocast is left out."""
+        stock = self._stock
+        self._stock = Precision() if self.precision.endswith("-mixed") else stock
+        try:
+            yield
+        finally:
+            self._stock = stock
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether forwards run under autocast at the moment."""
+        return isinstance(self._stock, MixedPrecision)
+
     # -- backward ----------------------------------------------------------------------------------------------------
 
     @override

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_effi.config import Microbatches
@@ -16,8 +16,7 @@ from lightning_effi.step.logs import LogRules, StepResult
 from lightning_effi.step.split import Piece, cut, replaced, tensors
 from lightning_effi.step.weights import Rule, candidates, fixed_rule
 
-# Where rules stay indistinguishable within rounding for so many comparisons, the closest one is taken for good; in 16
-# bits, where rounding hides what matters, the user is asked.
+# Where rules stay indistinguishable within rounding for so many comparisons, the closest one is taken for good.
 _MAX_COMPARISONS = 8
 
 
@@ -26,7 +25,7 @@ class WeightChoice:
 
     Args:
         config: the user's choice; a fixed rule is taken without comparison.
-        low_precision: whether the loss is computed from numbers of 16 bits.
+        low_precision: whether the compared losses are computed from numbers of 16 bits; asked at each comparison.
         agreement: among all ranks that run a step together, or ``None``.
         run: forward of some pieces without gradients, from equal randomness; its losses are compared.
         log_rules: learns on the way how logged values combine.
@@ -36,7 +35,7 @@ class WeightChoice:
         self,
         config: Microbatches,
         *,
-        low_precision: bool,
+        low_precision: Callable[[], bool],
         agreement: Agreement | None,
         run: Callable[[Sequence[Piece]], list[StepResult]],
         log_rules: LogRules,
@@ -155,11 +154,12 @@ class WeightChoice:
         self._note_errors([float("inf") if value is None else abs(value - losses[0]) for value in predicted])
         if self._comparisons >= _MAX_COMPARISONS:
             rules = self._rules
-            if self._low_precision and len(left) > 1:
-                raise RuntimeError(
-                    f"microbatches: in 16 bits the losses of pieces do not tell {_listed(rules, left)} apart, and"
-                    ' gradients would differ. Say which it is: Microbatches(weight="samples") for a mean over rows,'
-                    ' "valid_labels" for a mean over labels'
+            if self._low_precision() and len(left) > 1:
+                names = " and ".join(f"'{rules[i].name}'" for i in left)
+                rank_zero_warn(
+                    f"lightning_effi: in 16 bits the losses of micro-batches do not tell {names} apart, and gradients"
+                    " may differ; the closest is taken. Choose with Microbatches(weight=...) to be sure",
+                    category=UserWarning,
                 )
             left = [min(left, key=lambda i: self._errors[rules[i].name])]
         self._rules = [self._rules[i] for i in left]
@@ -179,7 +179,7 @@ class WeightChoice:
 
         The dtype is the loss's own, since models may compute it in fp32 whatever the precision of the run.
         """
-        if self._low_precision:
+        if self._low_precision():
             return 3e-3 if loss is None else max(3e-3, torch.finfo(loss.dtype).eps)
         return 1e-10 if loss is not None and loss.dtype == torch.float64 else 2e-5
 
@@ -223,10 +223,6 @@ def _prediction(results: Sequence[StepResult], weights: Sequence[float] | None) 
         return None
     losses: list[Tensor | None] = [result.loss for result in results]
     return sum(float(loss) * w for loss, w in zip(losses, weights, strict=True) if w and loss is not None)
-
-
-def _listed(rules: Sequence[Rule], positions: Sequence[int]) -> str:
-    return " and ".join(f"'{rules[i].name}'" for i in positions)
 
 
 def _close(a: Sequence[float], b: Sequence[float] | None) -> bool:

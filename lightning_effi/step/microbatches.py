@@ -8,6 +8,7 @@ clears those of the last step, and are there again when ``backward`` returns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -92,7 +93,7 @@ class MicrobatchedStep:
         self._splitter = None if config.splitter is None else resolve_name(config.splitter)
         self._choice = WeightChoice(
             config,
-            low_precision=strategy.precision.precision not in ("32-true", "64-true"),
+            low_precision=self._compares_in_low_precision,
             agreement=agreement,
             run=self._compare,
             log_rules=self._log_rules,
@@ -220,8 +221,16 @@ class MicrobatchedStep:
     def _compare(self, pieces: Sequence[Piece]) -> list[StepResult]:
         module = self._strategy.lightning_module
         assert module is not None
-        with restored(module):
+        exactly = nullcontext() if self._compares_in_low_precision() else self._strategy.precision.in_fp32()
+        with restored(module), exactly:
             return self._runner.compare(pieces, self._args)
+
+    def _compares_in_low_precision(self) -> bool:
+        """Autocast can be left out, but parameters that are stored or gathered in 16 bits stay so."""
+        precision, plan = self._strategy.precision, self._strategy.assembly.plan
+        if precision.precision.endswith("-mixed"):
+            return plan is None or plan.sharding.is_sharded
+        return precision.precision not in ("32-true", "64-true")
 
     def _output(self, results: Sequence[StepResult], weights: Sequence[float], rows: Sequence[int]) -> Any:
         module = self._strategy.lightning_module

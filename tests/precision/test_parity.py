@@ -30,14 +30,11 @@ def training(model: str, accumulate: int = 1, **settings: Any) -> Training:
 
 
 def trainings(layouts: tuple[str, ...], model: str, precision: EffiPrecision) -> dict[str, Training]:
-    runs = {}
-    for layout in layouts:
-        # bert's few labels: losses in 16 bits do not tell the weights of micro-batches apart
-        exact = (model, layout[:2]) == ("bert", "pp")
-        weight = {"microbatches": {"weight": "valid_labels"}} if exact else {}
-        for accumulate in (1,) if exact else ACCUMULATE:
-            runs[f"{layout}, {accumulate}"] = under(layout, training(model, accumulate), precision, **weight)
-    return runs
+    return {
+        f"{layout}, {accumulate}": under(layout, training(model, accumulate), precision)
+        for layout in layouts
+        for accumulate in ACCUMULATE
+    }
 
 
 WITH_EXCEPTIONS = ("zero0", "tp2", "pp2")
