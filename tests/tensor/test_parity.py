@@ -34,10 +34,12 @@ def test_two_ranks_equal_single_process(model: str) -> None:
     train_and_compare(model)
 
 
-_IN_FULL = [pytest.param(model, marks=pytest.mark.full) for model in ("gpt-untied", "gpt2", "bert")]
+ON_FOUR = ("gpt-tied", "encoder", "llama", "llama-kv1-sdpa", "t5", "six-heads")
 
 
-@pytest.mark.parametrize("model", ["gpt-tied", "encoder", "llama", "llama-kv1-sdpa", "t5", "six-heads", *_IN_FULL])
+@pytest.mark.parametrize(
+    "model", [model if model in ON_FOUR else pytest.param(model, marks=pytest.mark.full) for model in EVERYTHING]
+)
 def test_four_ranks_equal_single_process(model: str) -> None:
     train_and_compare(model, world_size=4, tensor=4)
 
