@@ -26,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "dp2-tp2": (4, {"tensor_parallel_size": 2, "zero_stage": 2}),
     "dp2-pp2": (4, {"pipeline_parallel_size": 2, "zero_stage": 0}),
+    "tp2-pp2": (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
     "pp4": (4, {"pipeline_parallel_size": 4}),
     "tp4": (4, {"tensor_parallel_size": 4}),
 }

@@ -74,6 +74,7 @@ def fit_for_each_victim(strategy: dict[str, Any]) -> dict[str, Any]:
         pytest.param("zero1", marks=pytest.mark.full),
         pytest.param("zero2", marks=pytest.mark.full),
         pytest.param("dp2-pp2", marks=pytest.mark.full),
+        pytest.param("tp2-pp2", marks=pytest.mark.full),
     ],
 )
 def test_all_ranks_skip_and_move_the_scale_alike(layout: str) -> None:
