@@ -47,6 +47,7 @@ from lightning_effi.sharding.deferred import parameters_on_meta
 from lightning_effi.sharding.engine import Engine
 from lightning_effi.step.accumulation import AccumulationWindow
 from lightning_effi.step.batches import agree_on_length
+from lightning_effi.step.readable import ReadableShards
 from lightning_effi.step.signals import DeferredSignals
 from lightning_effi.step.skipped import SkippedSteps
 
@@ -166,6 +167,7 @@ class EffiStrategy(MeshStrategy):
         self._checkpoint = RunCheckpoint(self)
         self._signals = DeferredSignals()
         self._skipped = SkippedSteps()
+        self._reading = ReadableShards(lambda parameter: self.engine.shard_of(parameter))
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
@@ -254,10 +256,11 @@ class EffiStrategy(MeshStrategy):
         self.assembly.probe.before_first_step(*args, **kwargs)
         if self.assembly.microbatched is not None:
             return self.assembly.microbatched(*args, **kwargs)
-        with self.precision.train_step_context():
+        manual = not self.lightning_module.automatic_optimization  # then the step itself looks at gradients
+        with self.precision.train_step_context(), self._reading if manual else nullcontext():
             step = self.assembly.tensor.over(self.lightning_module.training_step)
             output = self.engine.run_step(step, *args, **kwargs)
-        if not self.lightning_module.automatic_optimization:
+        if manual:
             factor = self.precision.move_scale(self.lightning_module)
             if factor != 1.0:
                 self.engine.scale_gradients(factor)
@@ -300,12 +303,13 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
-        if self.assembly.microbatched is not None and self.assembly.microbatched.has_gradients:
-            self.assembly.microbatched.give_gradients()
-        else:
-            self.engine.before_backward(closure_loss)
-            self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
-            self.engine.after_backward()  # before on_after_backward, which post_backward calls
+        with self._reading.paused():
+            if self.assembly.microbatched is not None and self.assembly.microbatched.has_gradients:
+                self.assembly.microbatched.give_gradients()
+            else:
+                self.engine.before_backward(closure_loss)
+                self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+                self.engine.after_backward()  # before on_after_backward, which post_backward calls
         self.window.count()
         closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -323,7 +327,8 @@ class EffiStrategy(MeshStrategy):
 
         def closure_then_gradients() -> Any:
             result = closure()
-            self.engine.before_optimizer_step()
+            with self._reading.paused():
+                self.engine.before_optimizer_step()
             self.window.close(self.lightning_module, optimizer, self.control_group)
             return result
 

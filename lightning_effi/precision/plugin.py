@@ -20,8 +20,8 @@ from lightning_effi.precision.scaling import PATIENCE, LossScaler, LossScaling
 from lightning_effi.precision.unscale import first_nonfinite, unscale_gradients
 from lightning_effi.sharding.optimizers import LocalStep
 from lightning_effi.sharding.plan import Compute
-from lightning_effi.sharding.scalars import ReadableShards
 from lightning_effi.step.clipping import Stages, clip_gradient_norm, clip_gradient_value, norms_over
+from lightning_effi.step.readable import ReadableShards
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 

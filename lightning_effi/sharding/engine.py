@@ -95,6 +95,10 @@ class Engine:
             if parameter.grad is not None:
                 _compat.local_tensor(parameter.grad).mul_(factor)
 
+    def shard_of(self, parameter: Tensor) -> Tensor | None:
+        """The sharded parameter that a full one stands for in the middle of a step; ``None`` for any other tensor."""
+        return None
+
     def watch(self, optimizer: Optimizer) -> None:
         """Let the engine know an optimizer whose parameters it manages."""
 

@@ -65,6 +65,11 @@ class LiveGroup:
         """The sharded parameters."""
         return [_compat.fsdp_sharded_param(param) for param in self._params]
 
+    def full_parameters(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Full parameters as far as they came to be, each with the sharded one."""
+        pairs = [(_compat.fsdp_unsharded_param(p), _compat.fsdp_sharded_param(p)) for p in self._params]
+        return [(full, shard) for full, shard in pairs if full is not None]
+
     @property
     def is_sharded(self) -> bool:
         return self._group.is_sharded

@@ -79,6 +79,7 @@ class ShardedEngine(Engine):
         self._window_open = False
         self._agreement = Agreement(control_group)
         self._trace: list[str] = []
+        self._shards: dict[int, nn.Parameter] = {}
         self._whole = None if self._gather_all else WholeWhereMixed()
 
         self.root = StepRoot(module)
@@ -143,10 +144,23 @@ class ShardedEngine(Engine):
             for name in by_name.keys() - {ROOT}:
                 hook = self.module.get_submodule(name).register_forward_pre_hook(partial(self._trace_call, name))
                 self._handles.append(hook)
+        self.module.__dict__["zero_grad"] = partial(self._zero_grad, self.module.zero_grad)
         for name in _TOGGLES:
             toggle = getattr(self.module, name, None)
             if toggle is not None:
                 self.module.__dict__[name] = partial(self._toggle, toggle)
+
+    def _zero_grad(self, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:
+        """In the middle of a step the module's parameters are the full ones, and gradients are kept on the shards."""
+        zero_grad(set_to_none)
+        shards = {parameter for group in self._groups for parameter in group.parameters}
+        for shard in shards:
+            if shard.grad is not None and set_to_none:
+                shard.grad = None
+            elif shard.grad is not None:
+                shard.grad.zero_()
+        if not self._keeps_unreduced:
+            self._reduction.discard({id(shard) for shard in shards})
 
     def _toggle(self, toggle: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Lightning sets ``requires_grad`` on the optimizers' parameters, which are the shards; in the middle of a step
@@ -258,6 +272,11 @@ class ShardedEngine(Engine):
         if self._in_step:  # manual optimization: the module goes on with the updated parameters
             self._gather()
 
+    def shard_of(self, parameter: Tensor) -> Tensor | None:
+        if len(self._shards) < sum(len(group.parameters) for group in self._groups):  # made by the first gathering
+            self._shards = {id(full): shard for group in self._groups for full, shard in group.full_parameters()}
+        return self._shards.get(id(parameter))
+
     def watch(self, optimizer: Optimizer) -> None:
         """Let ``zero_grad`` also forget gradients that were not reduced yet."""
         original = optimizer.zero_grad
@@ -306,7 +325,7 @@ class ShardedEngine(Engine):
         self.rest()
         for handle in self._handles:
             handle.remove()
-        for name in _TOGGLES:
+        for name in ("zero_grad", *_TOGGLES):
             self.module.__dict__.pop(name, None)
         detached = DetachedOptimizers(optimizers, self.module)
         full = {id(p): _full(p) for group in self._groups for p in group.parameters}

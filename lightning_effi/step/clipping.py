@@ -55,12 +55,29 @@ def norms_over(stages: Stages | None) -> Iterator[None]:
         yield
 
 
+@torch.no_grad()
+def norm_of_each(tensors: Iterable[Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """``torch._foreach_norm`` for sharded and plain tensors together: plain 0-dim tensors, equal on all ranks."""
+    tensors, norm_type = list(tensors), float(norm_type)
+    norms: dict[int, Tensor] = {}
+    for placement, indices in _by_placement(tensors).items():
+        local = [_compat.local_tensor(tensors[index]) for index in indices]
+        # a rank may hold no row of a short parameter, and an empty tensor has no maximum
+        each = [torch.linalg.vector_norm(t, norm_type, dtype=dtype) if t.numel() else t.new_zeros(()) for t in local]
+        powers = torch.stack([norm.to(each[0]) for norm in each])
+        if norm_type != torch.inf:
+            powers = powers**norm_type
+        powers = _reduce_over_shards(powers, placement, norm_type)
+        whole = powers if norm_type == torch.inf else powers ** (1.0 / norm_type)
+        norms |= {index: whole[i].to(each[i]) for i, index in enumerate(indices)}
+    return [norms[index] for index in range(len(tensors))]
+
+
 def _norm(gradients: Iterable[Tensor], norm_type: float, stages: Stages | None) -> Tensor:
-    by_placement: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        by_placement.setdefault(_placement(gradient), []).append(_compat.local_tensor(gradient))
+    gradients = list(gradients)
     parts = []
-    for placement, found in by_placement.items():
+    for placement, indices in _by_placement(gradients).items():
+        found = [_compat.local_tensor(gradients[index]) for index in indices]
         # a rank may hold no row of a short parameter, and an empty tensor has no maximum
         part = torch.nn.utils.get_total_norm([g for g in found if g.numel()], norm_type)
         dtype = functools.reduce(torch.promote_types, (g.dtype for g in found))
@@ -120,8 +137,15 @@ def _by_device(parameters: Iterable[nn.Parameter]) -> dict[torch.device, list[Te
     return by_device
 
 
+def _by_placement(gradients: Sequence[Tensor]) -> dict[Any, list[int]]:
+    """Indices of the gradients that are summed over the same ranks; key ``None`` for plain ones."""
+    by_placement: dict[Any, list[int]] = {}
+    for index, gradient in enumerate(gradients):
+        by_placement.setdefault(_placement(gradient), []).append(index)
+    return by_placement
+
+
 def _placement(gradient: Tensor) -> Any:
-    """Gradients with the same value are summed over the same ranks; ``None`` for plain ones."""
     mesh = getattr(gradient, "device_mesh", None)
     return None if mesh is None else (mesh, tuple(gradient.placements))  # type: ignore[attr-defined]
 

@@ -84,6 +84,8 @@ class TensorRun:
 
     def apply(self, module: nn.Module, plan: TensorPlan) -> None:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
+        _compat.read_scalars_globally()
+        _compat.log_scalars_globally()
         self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"], plan.sequence)
         self._outside = WeightsOutsideLayers(self._applied.group)
         self._uses = UsesOfLogits(layer.name for layer in plan.layers if layer.style == "vocab")
