@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_effi.pipeline.intercept import Interception, StageDone, bind, resolved
 from lightning_effi.pipeline.plan import PipelinePlan
+from lightning_effi.pipeline.tree import tree_leaves
 
 NAN = float("nan")
 
@@ -79,7 +81,7 @@ class LiveStage:
                 f"pipeline: block '{name}' is called as number {self._next + 1} of the step, and was number"
                 f" {number + 1} when the step was traced. All steps must run the same blocks in the same order"
             )
-        if self._with_gradients and not torch.is_grad_enabled():
+        if self._with_gradients and not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
             raise RuntimeError(
                 f"pipeline: block '{name}' is run without gradients, as activation checkpointing with"
                 " use_reentrant=True does, which detaches it from what the stage received. Pass use_reentrant=False"
@@ -115,3 +117,13 @@ class LiveStage:
                 )
             bind(placeholder, tensor)
         self._on_entry()
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    """Code may also run frozen blocks under ``no_grad``; only who calls tells one from the other."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False
