@@ -2,7 +2,7 @@
 
 A stage runs the user's whole ``training_step``, of which it owns a few blocks. Calls of each block and unit, and of its
 ``forward``, are shadowed on the instance (so that the module tree, its classes and its names stay what they are), and a
-handler decides whether a call is real, answered with placeholders, or the end of this stage's part. The hooks of a module
+handler decides whether a call is real, answered with placeholders, or the end of this stage's part. A module's hooks
 are part of its real calls only. :meth:`Interception.remove` undoes it.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_effi import _compat
 from lightning_effi.pipeline.kept import KeptTensors
-from lightning_effi.pipeline.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_effi.pipeline.tree import Spec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Handler = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -146,6 +146,23 @@ class Interception:
         return self.run(name, args, kwargs)
 
 
+@dataclass(frozen=True)
+class MetaTree:
+    """A tree whose tensors are only known by what :class:`TensorMeta` tells."""
+
+    leaves: tuple[Any, ...]
+    spec: Spec
+
+    @classmethod
+    def of(cls, tree: Any) -> MetaTree:
+        leaves, spec = tree_flatten(tree)
+        return cls(tuple(TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
+
+    def filled(self, fill: float) -> Any:
+        """With tensors of these shapes, full of ``fill``."""
+        return tree_unflatten([_filled(leaf, fill) for leaf in self.leaves], self.spec)
+
+
 class FakeOutputs:
     """Output shapes of a module, found by running a copy of it without memory on fake tensors.
 
@@ -160,10 +177,10 @@ class FakeOutputs:
     ) -> None:
         self._mode = _compat.fake_tensor_mode()
         self._clone = self._make_clone(module)
-        self._known: dict[Any, tuple[Any, dict[Any, Any]]] = {}
+        self._known: dict[Any, tuple[MetaTree, dict[Any, MetaTree]]] = {}
         self._stand_in = stand_in
         paths = {id(child): path for path, child in module.named_modules()}
-        self._kept = {(owner, key): (paths[id(owner)], _metas(vars(owner)[key])) for owner, key in kept}
+        self._kept = {(owner, key): (paths[id(owner)], MetaTree.of(vars(owner)[key])) for owner, key in kept}
         self.flops = 0
 
     def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any], fill: float) -> tuple[Any, dict[Any, Any]]:
@@ -172,14 +189,13 @@ class FakeOutputs:
         if key not in self._known:
             self._known[key] = self._run(args, kwargs)
         output, kept = self._known[key]
-        fill_in = partial(tree_map, partial(_filled, fill=fill))
-        return fill_in(output), {place: fill_in(value) for place, value in kept.items()}
+        return output.filled(fill), {place: value.filled(fill) for place, value in kept.items()}
 
     def made(self, value: Any) -> bool:
         """Whether this is a tensor without values of :meth:`filled`."""
         return _compat.fake_mode_of(value) is self._mode
 
-    def _run(self, args: Any, kwargs: Any) -> tuple[Any, dict[Any, Any]]:
+    def _run(self, args: Any, kwargs: Any) -> tuple[MetaTree, dict[Any, MetaTree]]:
         from torch.utils.flop_counter import FlopCounterMode
 
         def fake(value: Any) -> Any:
@@ -194,16 +210,16 @@ class FakeOutputs:
             with torch.random.fork_rng(devices=[]), self._mode, counter:
                 output = self._clone(*fake_args, **fake_kwargs)
             for place, (path, _) in self._kept.items():
-                kept[place] = _metas(vars(self._clone.get_submodule(path)).get(place[1]))
+                kept[place] = MetaTree.of(vars(self._clone.get_submodule(path)).get(place[1]))
         except Exception:
             # Experts that are chosen by computed values, and kernels without a shape rule, cannot run without values.
             # A residual block returns what its first argument looks like; where it does not, the check of what is
             # really sent fails by name.
-            if self._stand_in is None:
+            output = None if self._stand_in is None else self._stand_in(fake_args, fake_kwargs)
+            if output is None:
                 raise
-            output = self._stand_in(fake_args, fake_kwargs)
         self.flops = counter.get_total_flops()
-        return _metas(output), kept
+        return MetaTree.of(output), kept
 
     def _make_clone(self, module: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {}
@@ -220,9 +236,9 @@ class FakeOutputs:
         return copy.deepcopy(module, memo)
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """What a residual block works on."""
-    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
 
 
 def signature(tree: Any) -> Any:
@@ -251,10 +267,6 @@ def resolved(tree: Any) -> Any:
     """``tree`` with the values of placeholders that have one."""
     leaves, spec = tree_flatten(tree)
     return tree_unflatten([getattr(leaf, "_effi_value", leaf) for leaf in leaves], spec)
-
-
-def _metas(tree: Any) -> Any:
-    return tree_map(lambda value: TensorMeta.of(value) if isinstance(value, Tensor) else value, tree)
 
 
 def _filled(value: Any, fill: float) -> Any:

@@ -1,8 +1,8 @@
 """Tensors that blocks and units leave in attributes of their own, as a router leaves the loss of its balance.
 
 A step may read them after the call (``sum(block.aux_loss for block in blocks)``), so they are outputs as much as what
-is returned. A stage that does not run the module would find what another run left there: values of an old batch, with no
-graph. Placeholders take their place, and a trace sees who reads them.
+is returned. A stage that does not run the module would find what another run left there: values of an old batch, and
+no graph. Placeholders take their place, and a trace sees who reads them.
 """
 
 from __future__ import annotations

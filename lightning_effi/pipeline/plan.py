@@ -220,8 +220,8 @@ def _refuse_complex(trace: Trace, boundaries: Sequence[int]) -> None:
 def _refuse(use: Use, block: str) -> None:
     raise ValueError(
         f"pipeline: {use.origin} computed before '{block}' is used after it by {use.by}, but is no argument of"
-        f" '{block}', so that it cannot reach the stage that begins there. Pass it through the blocks, move the cut with"
-        " Pipeline(split=[...]), or use pipeline_parallel_size=1"
+        f" '{block}', so that it cannot reach the stage that begins there. Pass it through the blocks, move the cut"
+        " with Pipeline(split=[...]), or use pipeline_parallel_size=1"
     )
 
 

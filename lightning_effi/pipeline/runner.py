@@ -23,7 +23,7 @@ from lightning_effi.inspect.trunk import find_trunk
 from lightning_effi.pipeline.backward import backward_of_inputs, differentiable
 from lightning_effi.pipeline.engine import PipelineEngine
 from lightning_effi.pipeline.exchange import Exchange
-from lightning_effi.pipeline.intercept import Interception, TensorMeta
+from lightning_effi.pipeline.intercept import Interception
 from lightning_effi.pipeline.kept import KeptTensors
 from lightning_effi.pipeline.metrics import MetricSync
 from lightning_effi.pipeline.plan import PipelinePlan, plan_stages
@@ -50,8 +50,6 @@ from lightning_effi.tensor.plan import TensorPlan
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
-
-Metas = list[Sequence[TensorMeta]]
 
 
 class PipelineRunner:
@@ -316,7 +314,7 @@ class PipelineRunner:
 
         assert self.plan is not None
         firsts = [stage.blocks[0] for stage in self.plan.stages[1:]]
-        metas: Metas = [[trace.metas[block] for block in firsts] for trace in traces]
+        metas = [[trace.metas[block] for block in firsts] for trace in traces]
         exchange = Exchange(schedule, self.stage, self._ranks, self._group, metas)
         execute(schedule, self.stage, exchange, forward, backward)
         self._collect_early_logs(traces, early, results)
