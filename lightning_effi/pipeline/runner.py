@@ -23,7 +23,7 @@ from lightning_effi.inspect.trunk import find_trunk
 from lightning_effi.pipeline.backward import backward_of_inputs, differentiable
 from lightning_effi.pipeline.engine import PipelineEngine
 from lightning_effi.pipeline.exchange import Exchange
-from lightning_effi.pipeline.intercept import Interception
+from lightning_effi.pipeline.intercept import Interception, TensorMeta
 from lightning_effi.pipeline.kept import KeptTensors
 from lightning_effi.pipeline.metrics import MetricSync
 from lightning_effi.pipeline.plan import PipelinePlan, plan_stages
@@ -269,6 +269,8 @@ class PipelineRunner:
         kwargs: Mapping[str, Any] = {},
     ) -> list[StepResult]:
         traces = [self._checked_trace(step, batch, args, kwargs) for batch in batches]
+        assert self.plan is not None
+        firsts = [stage.blocks[0] for stage in self.plan.stages[1:]]
         early: dict[tuple[int, int], Any] = {}
         results: list[StepResult] = [StepResult(None, None) for _ in batches]
         comparing = factors is None
@@ -278,7 +280,11 @@ class PipelineRunner:
             seeded, context = self._seeded(0 if comparing else index), self._strategy.precision.forward_context()
             counted = nullcontext() if live.is_last or len(self._live) == 1 else self._metrics.unchanged()
             with seeded, context, counted, captured_logs(self._module) as logged:
-                sent, output = live.run(received, lambda: step(batches[index], *args, **kwargs))
+                sent, output = live.run(
+                    received,
+                    lambda: step(batches[index], *args, **kwargs),
+                    lambda: [_empty(meta) for meta in traces[index].metas[firsts[action.stage]]],
+                )
             for number, call in enumerate(logged):
                 if not live.is_last and action.stage == self._stage_of_log(traces[index], number):
                     early[index, number] = call.value
@@ -312,8 +318,6 @@ class PipelineRunner:
             self._engine.after_microbatch()
             return None
 
-        assert self.plan is not None
-        firsts = [stage.blocks[0] for stage in self.plan.stages[1:]]
         metas = [[trace.metas[block] for block in firsts] for trace in traces]
         exchange = Exchange(schedule, self.stage, self._ranks, self._group, metas)
         execute(schedule, self.stage, exchange, forward, backward)
@@ -458,6 +462,10 @@ def _parameters_below(module: nn.Module, names: Sequence[str]) -> dict[str, list
     """First names of the parameters of each module named."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     return {name: [first[id(p)] for p in module.get_submodule(name).parameters()] for name in names}
+
+
+def _empty(meta: TensorMeta) -> Tensor:
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
 
 
 def _has_loss(output: Any) -> bool:

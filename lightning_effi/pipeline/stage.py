@@ -49,8 +49,15 @@ class LiveStage:
         self._with_gradients = False
         self._next = 0
 
-    def run(self, received: Sequence[Tensor], step: Callable[[], Any]) -> tuple[list[Tensor], Any]:
+    def run(
+        self, received: Sequence[Tensor], step: Callable[[], Any], skipped: Callable[[], list[Tensor]]
+    ) -> tuple[list[Tensor], Any]:
         """What the next stage receives, or (on the last stage) what the step returned.
+
+        Args:
+            received: from the stage before.
+            step: the user's.
+            skipped: what to send where the step returns ``None`` before it calls any block, on all stages alike.
 
         Raises:
             RuntimeError: where the step does not do what it did when it was traced.
@@ -63,6 +70,8 @@ class LiveStage:
             return done.outputs, None
         finally:
             self._received = ()
+        if output is None and self._next == 0:
+            return [] if self.is_last else skipped(), None
         if not self.is_last:
             raise RuntimeError(
                 f"pipeline: the step went on after the end of stage {self.index}: it catches BaseException around the"

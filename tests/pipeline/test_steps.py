@@ -297,6 +297,18 @@ class LogsBetweenBlocks(GPT):
         return self.head(self.norm(x))
 
 
+class SkipsABatch(GPT):
+    """Returns before the model is called, for a batch like the others."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+def test_steps_that_skip_a_batch_are_refused_as_lightning_does() -> None:
+    with pytest.raises(WorkerError, match="returning None in distributed training is not supported"):
+        run(pipelined(SkipsABatch))
+
+
 @pytest.mark.parametrize(
     ("module", "schedule"),
     [
