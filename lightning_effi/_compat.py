@@ -399,6 +399,31 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def fake_mode_of(value: Any) -> Any:
+    """The mode in which a tensor without values was made; ``None`` for all else."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# torch: a module's call, which runs its hooks around ``forward``
+
+
+def shadow_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``module(...)`` be ``call(...)``, hooks included."""
+    module.__dict__["_call_impl"] = call
+
+
+def unshadow_call(module: nn.Module) -> None:
+    module.__dict__.pop("_call_impl", None)
+
+
+def call_unshadowed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``module(...)`` as if it had not been shadowed."""
+    return nn.Module._call_impl(module, *args, **kwargs)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # torch: schedules of pipelines
 

@@ -1,9 +1,9 @@
 """Standing between a step and the blocks it calls.
 
-A stage runs the user's whole ``training_step``, of which it owns a few blocks. ``forward`` of each block and unit is
-shadowed on the instance (so that the module tree, its classes and its names stay what they are), and a handler decides
-whether a call is real, answered with placeholders, or the end of this stage's part. :meth:`Interception.remove` undoes
-it.
+A stage runs the user's whole ``training_step``, of which it owns a few blocks. Calls of each block and unit, and of its
+``forward``, are shadowed on the instance (so that the module tree, its classes and its names stay what they are), and a
+handler decides whether a call is real, answered with placeholders, or the end of this stage's part. A module's hooks
+are part of its real calls only. :meth:`Interception.remove` undoes it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_effi import _compat
+from lightning_effi.pipeline.kept import KeptTensors
+from lightning_effi.pipeline.tree import Spec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Handler = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -54,28 +55,32 @@ class TensorMeta:
 
 
 class Interception:
-    """The shadowed ``forward`` methods, and the output shapes of what does not run.
+    """The shadowed calls, and the output shapes of what does not run.
 
     Args:
         root: the user's module.
         blocks: names of blocks.
         units: names of the modules with parameters beside them.
+        kept: what a run of the whole module left in attributes of blocks and units.
     """
 
-    def __init__(self, root: nn.Module, blocks: Sequence[str], units: Sequence[str]) -> None:
+    def __init__(
+        self, root: nn.Module, blocks: Sequence[str], units: Sequence[str], kept: KeptTensors | None = None
+    ) -> None:
         self._modules = {name: root.get_submodule(name) for name in (*blocks, *units)}
         self._real = {name: module.forward for name, module in self._modules.items()}
-        mode = _compat.fake_tensor_mode()
+        self.kept = kept or KeptTensors({})
         self._outputs = {
-            name: FakeOutputs(module, mode, first_tensor if name in blocks else None)
+            name: FakeOutputs(module, first_tensor if name in blocks else None, self.kept.places.get(name, ()))
             for name, module in self._modules.items()
         }
+        self._running: set[str] = set()
         self.elsewhere: frozenset[str] = frozenset()
         """Blocks and units whose parameters this rank does not hold."""
         self._handler: Handler | None = None
         for name, module in self._modules.items():
-            self._refuse_hooks(name, module)
             module.__dict__["forward"] = partial(self._call, name)
+            _compat.shadow_call(module, partial(self._call, name))
 
     @contextmanager
     def handled_by(self, handler: Handler) -> Iterator[None]:
@@ -87,62 +92,110 @@ class Interception:
             self._handler = before
 
     def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's own ``forward``."""
-        return self._real[name](*args, **kwargs)
+        """The module itself, with its hooks."""
+        self._running.add(name)
+        try:
+            return _compat.call_unshadowed(self._modules[name], *args, **kwargs)
+        finally:
+            self._running.discard(name)
 
     def flops(self, name: str) -> int:
         """Floating-point operations of one forward, for the last shapes that :meth:`placeholders` saw."""
         return self._outputs[name].flops
 
     def placeholders(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], fill: float) -> Any:
-        """What the module would return, with ``fill`` for every floating-point value and zeros for others."""
-        return self._outputs[name].filled(args, kwargs, fill)
+        """What the module would return, with ``fill`` for every floating-point value and zeros for others.
+
+        The same is put into the attributes in which it would leave tensors.
+        """
+        output, kept = self._outputs[name].filled(args, kwargs, fill)
+        for place, value in kept.items():
+            self.kept.put(place, value)
+        return output
+
+    def kept_by(self, name: str) -> list[tuple[str, Any]]:
+        """What stands in the attributes in which a block or unit leaves tensors, with their names."""
+        return [(key, vars(owner).get(key)) for owner, key in self.kept.places.get(name, ())]
+
+    def computed_by(self, value: Any) -> str | None:
+        """The block or unit inside of which a tensor without values was computed that should not have left it."""
+        return next((name for name, outputs in self._outputs.items() if outputs.made(value)), None)
 
     def remove(self) -> None:
-        """Give every module its own ``forward`` back."""
+        """Give every module its own calls back."""
+        self.kept.remove()
         for name, module in self._modules.items():
+            _compat.unshadow_call(module)
             module.__dict__.pop("forward", None)
             if module.forward != self._real[name]:  # it had been replaced on the instance before
                 module.__dict__["forward"] = self._real[name]
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name in self._running:
+            return self._real[name](*args, **kwargs)
         if self._handler is not None:
             return self._handler(name, args, kwargs)
         if name in self.elsewhere:
             raise RuntimeError(
                 f"'{name}' was called outside of the step hooks, and lives on another pipeline stage. With"
                 " pipeline_parallel_size > 1 the module only runs in training_step, validation_step, test_step and"
-                " predict_step"
+                " predict_step; in backward, activation checkpointing must be around blocks of one stage, best around"
+                " each block by itself"
             )
         args, kwargs = resolved((args, kwargs))
-        return self._real[name](*args, **kwargs)
+        return self.run(name, args, kwargs)
 
-    @staticmethod
-    def _refuse_hooks(name: str, module: nn.Module) -> None:
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ValueError(
-                f"pipeline: '{name}' has forward hooks, which would also fire on stages where it does not run. Remove"
-                " them, or use pipeline_parallel_size=1"
-            )
+
+@dataclass(frozen=True)
+class MetaTree:
+    """A tree whose tensors are only known by what :class:`TensorMeta` tells."""
+
+    leaves: tuple[Any, ...]
+    spec: Spec
+
+    @classmethod
+    def of(cls, tree: Any) -> MetaTree:
+        leaves, spec = tree_flatten(tree)
+        return cls(tuple(TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves), spec)
+
+    def filled(self, fill: float) -> Any:
+        """With tensors of these shapes, full of ``fill``."""
+        return tree_unflatten([_filled(leaf, fill) for leaf in self.leaves], self.spec)
 
 
 class FakeOutputs:
-    """Output shapes of a module, found by running a copy of it without memory on fake tensors."""
+    """Output shapes of a module, found by running a copy of it without memory on fake tensors.
 
-    def __init__(self, module: nn.Module, mode: Any, stand_in: Callable[[Any, Any], Any] | None) -> None:
-        self._mode = mode
+    Args:
+        module: whose outputs are meant.
+        stand_in: what to take for the output where the copy cannot run.
+        kept: attributes in which it leaves tensors.
+    """
+
+    def __init__(
+        self, module: nn.Module, stand_in: Callable[[Any, Any], Any] | None, kept: Sequence[tuple[nn.Module, str]]
+    ) -> None:
+        self._mode = _compat.fake_tensor_mode()
         self._clone = self._make_clone(module)
-        self._known: dict[Any, Any] = {}
+        self._known: dict[Any, tuple[MetaTree, dict[Any, MetaTree]]] = {}
         self._stand_in = stand_in
+        paths = {id(child): path for path, child in module.named_modules()}
+        self._kept = {(owner, key): (paths[id(owner)], MetaTree.of(vars(owner)[key])) for owner, key in kept}
         self.flops = 0
 
-    def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any], fill: float) -> Any:
+    def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any], fill: float) -> tuple[Any, dict[Any, Any]]:
+        """The output, and what stands in attributes."""
         key = (signature((args, kwargs)), torch.is_grad_enabled(), _autocast_dtype())
         if key not in self._known:
             self._known[key] = self._run(args, kwargs)
-        return tree_map(partial(_filled, fill=fill), self._known[key])
+        output, kept = self._known[key]
+        return output.filled(fill), {place: value.filled(fill) for place, value in kept.items()}
 
-    def _run(self, args: Any, kwargs: Any) -> Any:
+    def made(self, value: Any) -> bool:
+        """Whether this is a tensor without values of :meth:`filled`."""
+        return _compat.fake_mode_of(value) is self._mode
+
+    def _run(self, args: Any, kwargs: Any) -> tuple[MetaTree, dict[Any, MetaTree]]:
         from torch.utils.flop_counter import FlopCounterMode
 
         def fake(value: Any) -> Any:
@@ -152,18 +205,21 @@ class FakeOutputs:
 
         fake_args, fake_kwargs = tree_map(fake, (args, kwargs))
         counter = FlopCounterMode(display=False)
+        kept = {place: metas for place, (_, metas) in self._kept.items()}
         try:
             with torch.random.fork_rng(devices=[]), self._mode, counter:
                 output = self._clone(*fake_args, **fake_kwargs)
+            for place, (path, _) in self._kept.items():
+                kept[place] = MetaTree.of(vars(self._clone.get_submodule(path)).get(place[1]))
         except Exception:
             # Experts that are chosen by computed values, and kernels without a shape rule, cannot run without values.
             # A residual block returns what its first argument looks like; where it does not, the check of what is
             # really sent fails by name.
-            if self._stand_in is None:
+            output = None if self._stand_in is None else self._stand_in(fake_args, fake_kwargs)
+            if output is None:
                 raise
-            output = self._stand_in(fake_args, fake_kwargs)
         self.flops = counter.get_total_flops()
-        return tree_map(lambda value: TensorMeta.of(value) if isinstance(value, Tensor) else value, output)
+        return MetaTree.of(output), kept
 
     def _make_clone(self, module: nn.Module) -> nn.Module:
         memo: dict[int, Any] = {}
@@ -180,9 +236,9 @@ class FakeOutputs:
         return copy.deepcopy(module, memo)
 
 
-def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """What a residual block works on."""
-    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    return next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
 
 
 def signature(tree: Any) -> Any:
@@ -219,7 +275,27 @@ def _filled(value: Any, fill: float) -> Any:
     if not (value.dtype.is_floating_point or value.dtype.is_complex):
         return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     tensor = torch.full(value.shape, fill, dtype=value.dtype, device=value.device)
-    return tensor.requires_grad_(torch.is_grad_enabled())
+    return Enter.apply(leaf_like(tensor), tensor) if torch.is_grad_enabled() else tensor
+
+
+def leaf_like(tensor: Tensor) -> Tensor:
+    """Where the gradient of a tensor from elsewhere arrives; takes no memory itself."""
+    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
+
+
+class Enter(torch.autograd.Function):
+    """A tensor from elsewhere becomes part of the graph, not as a leaf or its view, on which no code could work in
+    place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, received: Tensor) -> Tensor:
+        ctx.mark_dirty(received)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
 
 
 def _autocast_dtype() -> torch.dtype | None:

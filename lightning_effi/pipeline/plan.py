@@ -9,7 +9,7 @@ from functools import cached_property
 
 from lightning_effi.pipeline.intercept import TensorMeta
 from lightning_effi.pipeline.timeline import Timeline
-from lightning_effi.pipeline.trace import Trace
+from lightning_effi.pipeline.trace import Trace, Use
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class PipelinePlan:
         """Parameters that several ranks hold, with those ranks."""
         holders = ((name, tuple(sorted({self.placement[stage] for stage in held}))) for name, held in self.shared)
         return tuple((name, ranks) for name, ranks in holders if len(ranks) > 1)
+
+    def stage_of(self, position: int) -> int:
+        """The stage that runs what comes when ``position`` blocks have been called."""
+        ends = itertools.accumulate(len(stage.blocks) for stage in self.stages)
+        return next(index for index, end in enumerate(ends) if position <= end)
 
     def __str__(self) -> str:
         lines = [f"pipeline of {len(self.stages)} stages, {self.timeline.describe()}"]
@@ -140,6 +145,10 @@ def _first_blocks(trace: Trace, sizes: Sequence[int] | int, stages_per_rank: int
     count = sizes if isinstance(sizes, int) else len(sizes)
     if len(blocks) < count:
         found = f"has {len(blocks)}" if blocks else "calls none: no list of repeated blocks was found in the module"
+        if blocks and len(blocks) < trace.known:
+            found = f"calls {len(blocks)} of the module's {trace.known} (layer drop must be switched off)"
+        elif trace.known:
+            found = f"calls none of the module's {trace.known}, but their parts or other methods than forward"
         ranks = count // stages_per_rank
         if len(blocks) >= ranks:
             raise ValueError(
@@ -191,10 +200,10 @@ def _refuse_bypasses(trace: Trace, boundaries: Sequence[int]) -> None:
         crossing = trace.values[block]
         for use in trace.uses:
             if use.born <= first < use.at:
-                _refuse(use.by, block)
+                _refuse(use, block)
         for use in trace.block_uses:
             if use.born <= first < use.at and use.value not in crossing:
-                _refuse(use.by, block)
+                _refuse(use, block)
 
 
 def _refuse_complex(trace: Trace, boundaries: Sequence[int]) -> None:
@@ -208,11 +217,11 @@ def _refuse_complex(trace: Trace, boundaries: Sequence[int]) -> None:
             )
 
 
-def _refuse(by: str, block: str) -> None:
+def _refuse(use: Use, block: str) -> None:
     raise ValueError(
-        f"pipeline: a value computed before '{block}' is used after it by {by}, but is no argument of '{block}', so"
-        " that it cannot reach the stage that begins there. Pass it through the blocks, move the cut with"
-        " Pipeline(split=[...]), or use pipeline_parallel_size=1"
+        f"pipeline: {use.origin} computed before '{block}' is used after it by {use.by}, but is no argument of"
+        f" '{block}', so that it cannot reach the stage that begins there. Pass it through the blocks, move the cut"
+        " with Pipeline(split=[...]), or use pipeline_parallel_size=1"
     )
 
 

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, same_randomness
 from lightning_effi.diagnose.randomness import Randomness
@@ -25,6 +24,7 @@ from lightning_effi.pipeline.backward import backward_of_inputs, differentiable
 from lightning_effi.pipeline.engine import PipelineEngine
 from lightning_effi.pipeline.exchange import Exchange
 from lightning_effi.pipeline.intercept import Interception, TensorMeta
+from lightning_effi.pipeline.kept import KeptTensors
 from lightning_effi.pipeline.metrics import MetricSync
 from lightning_effi.pipeline.plan import PipelinePlan, plan_stages
 from lightning_effi.pipeline.runtime import execute
@@ -40,6 +40,7 @@ from lightning_effi.pipeline.stage import LiveStage
 from lightning_effi.pipeline.stages import StageParameters
 from lightning_effi.pipeline.timeline import Timeline
 from lightning_effi.pipeline.trace import Trace, trace_step
+from lightning_effi.pipeline.tree import tree_map
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.casting import computed_in
 from lightning_effi.step.logs import StepResult, captured_logs
@@ -49,8 +50,6 @@ from lightning_effi.tensor.plan import TensorPlan
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
-
-Metas = list[Sequence[TensorMeta]]
 
 
 class PipelineRunner:
@@ -98,12 +97,14 @@ class PipelineRunner:
             return
         self._refuse_different_batches(piece.data)
         module, config = self._module, self._config
+        self._trunk = trunk = find_trunk(module)
+        kept = KeptTensors({name: module.get_submodule(name) for name in (*trunk.blocks, *trunk.units)})
         with computed_in(self._strategy.precision.compute, module), restored(module):
             expected = self._whole_loss(piece, args)
+            kept.note()
         tensor = self._plan_tensor(piece, args)
-        self._trunk = trunk = find_trunk(module)
         with computed_in(self._strategy.precision.compute, module):
-            self._interception = Interception(module, trunk.blocks, trunk.units)
+            self._interception = Interception(module, trunk.blocks, trunk.units, kept)
         try:
             with computed_in(self._strategy.precision.compute, module):
                 trace = self._trace(module.training_step, piece.data, args)
@@ -212,7 +213,8 @@ class PipelineRunner:
         if not abs(found - expected) <= bound * max(1.0, abs(expected)):
             raise RuntimeError(
                 f"pipeline: the stages compute the loss {found:.6g} where the whole module computes {expected:.6g}."
-                " Nothing was trained. Use pipeline_parallel_size=1"
+                " Nothing was trained. Blocks may only hand on what they return (not what they put into a list or into"
+                " their arguments). Use pipeline_parallel_size=1"
             )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -266,7 +268,10 @@ class PipelineRunner:
         factors: Sequence[float] | None,
         kwargs: Mapping[str, Any] = {},
     ) -> list[StepResult]:
-        metas = [self._boundaries(step, batch, args, kwargs) for batch in batches]
+        traces = [self._checked_trace(step, batch, args, kwargs) for batch in batches]
+        assert self.plan is not None
+        firsts = [stage.blocks[0] for stage in self.plan.stages[1:]]
+        early: dict[tuple[int, int], Any] = {}
         results: list[StepResult] = [StepResult(None, None) for _ in batches]
         comparing = factors is None
 
@@ -275,7 +280,14 @@ class PipelineRunner:
             seeded, context = self._seeded(0 if comparing else index), self._strategy.precision.forward_context()
             counted = nullcontext() if live.is_last or len(self._live) == 1 else self._metrics.unchanged()
             with seeded, context, counted, captured_logs(self._module) as logged:
-                sent, output = live.run(received, lambda: step(batches[index], *args, **kwargs))
+                sent, output = live.run(
+                    received,
+                    lambda: step(batches[index], *args, **kwargs),
+                    lambda: [_empty(meta) for meta in traces[index].metas[firsts[action.stage]]],
+                )
+            for number, call in enumerate(logged):
+                if not live.is_last and action.stage == self._stage_of_log(traces[index], number):
+                    early[index, number] = call.value
             if live.is_last:
                 loss = loss_of(output) if output is not None and (not comparing or _has_loss(output)) else None
                 results[index] = StepResult(loss, output, logged)
@@ -306,9 +318,33 @@ class PipelineRunner:
             self._engine.after_microbatch()
             return None
 
+        metas = [[trace.metas[block] for block in firsts] for trace in traces]
         exchange = Exchange(schedule, self.stage, self._ranks, self._group, metas)
         execute(schedule, self.stage, exchange, forward, backward)
+        self._collect_early_logs(traces, early, results)
         return self._share(results)
+
+    def _stage_of_log(self, trace: Trace, number: int) -> int:
+        """The stage that knows what the step's ``number``-th call of ``self.log`` is given; no one's is the last's."""
+        assert self.plan is not None
+        last = len(self._placement) - 1
+        position = trace.logged[number] if number < len(trace.logged) else None
+        return last if position is None else self.plan.stage_of(position)
+
+    def _collect_early_logs(
+        self, traces: Sequence[Trace], early: dict[tuple[int, int], Any], results: Sequence[StepResult]
+    ) -> None:
+        """What the step logs between its blocks is only known on their stage; the last one tells of all."""
+        last = len(self._placement) - 1
+        if all(self._stage_of_log(trace, i) == last for trace in traces for i in range(len(trace.logged))):
+            return
+        cpu = torch.device("cpu")
+        everybodys: list[Any] = [None] * len(self._ranks)
+        mine = {key: value.to(cpu) if isinstance(value, Tensor) else value for key, value in early.items()}
+        dist.all_gather_object(everybodys, mine, group=self._group)
+        if self.stage == self._placement[-1]:
+            for (index, number), value in (item for each in everybodys for item in each.items()):
+                results[index].logged[number].value = value
 
     def fitting(self, microbatches: int) -> int:
         """The largest number of micro-batches up to this one that the schedule can have."""
@@ -337,11 +373,10 @@ class PipelineRunner:
 
     # -- shapes --------------------------------------------------------------------------------------------------------
 
-    def _boundaries(
+    def _checked_trace(
         self, step: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Metas:
-        """Shapes of what crosses each boundary for a batch like this one."""
-        assert self.plan is not None
+    ) -> Trace:
+        """What ``step`` does with a batch like this one, with the shapes of what crosses each boundary."""
         trace = self._trace(step, batch, args, kwargs)
         if _structure(trace) != self._structure:
             name = getattr(step, "__name__", "the step")
@@ -349,7 +384,7 @@ class PipelineRunner:
                 f"pipeline: {name} runs other blocks, or in another order, or hands them other arguments, than the"
                 " first training_step, by which the module was split. All steps must do the same"
             )
-        return [trace.metas[stage.blocks[0]] for stage in self.plan.stages[1:]]
+        return trace
 
     def _trace(
         self, step: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = {}
@@ -359,10 +394,9 @@ class PipelineRunner:
         key = (getattr(step, "__name__", step), shapes(batch), dtypes, torch.is_grad_enabled(), self._module.training)
         if key not in self._traces:
             module = self._module
-            with restored(module), captured_logs(module), self._strategy.precision.forward_context():
-                self._traces[key] = trace_step(
-                    module, self._trunk, self._interception, lambda: step(batch, *args, **kwargs)
-                )
+            run = partial(step, batch, *args, **kwargs)
+            with restored(module), captured_logs(module) as logged, self._strategy.precision.forward_context():
+                self._traces[key] = trace_step(module, self._trunk, self._interception, run, logged)
         return self._traces[key]
 
     # -- randomness ----------------------------------------------------------------------------------------------------
@@ -387,6 +421,13 @@ class PipelineRunner:
         try:
             with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
                 yield
+        except RuntimeError as error:
+            if "does not require grad" in str(error):
+                error.add_note(
+                    "lightning_effi: a step that takes gradients itself (torch.autograd.grad, a penalty) cannot be"
+                    " cut into stages, whose losses are compared without gradients first. Use pipeline_parallel_size=1"
+                )
+            raise
         finally:
             self._comparing = False
 
@@ -421,6 +462,10 @@ def _parameters_below(module: nn.Module, names: Sequence[str]) -> dict[str, list
     """First names of the parameters of each module named."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     return {name: [first[id(p)] for p in module.get_submodule(name).parameters()] for name in names}
+
+
+def _empty(meta: TensorMeta) -> Tensor:
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
 
 
 def _has_loss(output: Any) -> bool:

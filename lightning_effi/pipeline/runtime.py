@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_effi.pipeline.exchange import Exchange
+from lightning_effi.pipeline.intercept import Enter, leaf_like
 from lightning_effi.pipeline.schedule import Action, Schedule
 from lightning_effi.pipeline.timeline import timeline_of
 
@@ -48,9 +48,9 @@ class _Run:
         received = self._exchange.take(action) or []
         leaves: list[Tensor] = []
         if self._with_backward:
-            leaves = [_leaf(tensor) for tensor in received if tensor.is_floating_point()]
+            leaves = [leaf_like(tensor) for tensor in received if tensor.is_floating_point()]
             entries = iter(leaves)
-            received = [_Enter.apply(next(entries), t) if t.is_floating_point() else t for t in received]
+            received = [Enter.apply(next(entries), t) if t.is_floating_point() else t for t in received]
         sent = self._forward_of(action, received)
         self._exchange.give(action, sent)
         if self._with_backward:
@@ -68,21 +68,3 @@ class _Run:
         later = self._put_off.pop((action.stage, action.microbatch))
         if later is not None:
             later()
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """Where the gradient of a received tensor arrives; takes no memory itself."""
-    return tensor.new_empty(()).expand(tensor.shape).requires_grad_()
-
-
-class _Enter(torch.autograd.Function):
-    """A received tensor becomes part of the graph, not as a view of a leaf, on which no block could work in place."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, received: Tensor) -> Tensor:
-        ctx.mark_dirty(received)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None

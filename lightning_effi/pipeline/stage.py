@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_effi.pipeline.intercept import Interception, StageDone, bind, resolved
 from lightning_effi.pipeline.plan import PipelinePlan
+from lightning_effi.pipeline.tree import tree_leaves
 
 NAN = float("nan")
 
@@ -47,8 +49,15 @@ class LiveStage:
         self._with_gradients = False
         self._next = 0
 
-    def run(self, received: Sequence[Tensor], step: Callable[[], Any]) -> tuple[list[Tensor], Any]:
+    def run(
+        self, received: Sequence[Tensor], step: Callable[[], Any], skipped: Callable[[], list[Tensor]]
+    ) -> tuple[list[Tensor], Any]:
         """What the next stage receives, or (on the last stage) what the step returned.
+
+        Args:
+            received: from the stage before.
+            step: the user's.
+            skipped: what to send where the step returns ``None`` before it calls any block, on all stages alike.
 
         Raises:
             RuntimeError: where the step does not do what it did when it was traced.
@@ -61,6 +70,8 @@ class LiveStage:
             return done.outputs, None
         finally:
             self._received = ()
+        if output is None and self._next == 0:
+            return [] if self.is_last else skipped(), None
         if not self.is_last:
             raise RuntimeError(
                 f"pipeline: the step went on after the end of stage {self.index}: it catches BaseException around the"
@@ -79,7 +90,7 @@ class LiveStage:
                 f"pipeline: block '{name}' is called as number {self._next + 1} of the step, and was number"
                 f" {number + 1} when the step was traced. All steps must run the same blocks in the same order"
             )
-        if self._with_gradients and not torch.is_grad_enabled():
+        if self._with_gradients and not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
             raise RuntimeError(
                 f"pipeline: block '{name}' is run without gradients, as activation checkpointing with"
                 " use_reentrant=True does, which detaches it from what the stage received. Pass use_reentrant=False"
@@ -115,3 +126,13 @@ class LiveStage:
                 )
             bind(placeholder, tensor)
         self._on_entry()
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    """Code may also run frozen blocks under ``no_grad``; only who calls tells one from the other."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -7,16 +7,17 @@ between two blocks, and refuse what would have to cross it in another way than a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_leaves
 
 from lightning_effi.inspect.trunk import Trunk
 from lightning_effi.pipeline.intercept import Interception, TensorMeta
+from lightning_effi.pipeline.tree import tree_leaves
+from lightning_effi.step.logs import Logged
 
 _READS_VALUES = (Tensor.__bool__, Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__)
 
@@ -29,6 +30,7 @@ class Use:
     born: int
     at: int
     by: str
+    origin: str = "a value"
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Trace:
         uses: tainted values used by anything but a block.
         block_uses: tainted values used as arguments of blocks.
         flops: of each block and unit.
+        known: how many blocks the module has, called or not.
+        logged: for each call of ``self.log``, how many blocks had been called when a tainted value of it was computed.
     """
 
     blocks: list[str] = field(default_factory=list)
@@ -56,18 +60,35 @@ class Trace:
     uses: list[Use] = field(default_factory=list)
     block_uses: list[Use] = field(default_factory=list)
     flops: dict[str, int] = field(default_factory=dict)
+    known: int = 0
+    logged: list[int | None] = field(default_factory=list)
 
 
-def trace_step(module: nn.Module, trunk: Trunk, interception: Interception, step: Callable[[], Any]) -> Trace:
+def trace_step(
+    module: nn.Module,
+    trunk: Trunk,
+    interception: Interception,
+    step: Callable[[], Any],
+    logged: Sequence[Logged] = (),
+) -> Trace:
     """Run ``step`` with placeholders for all blocks and units.
 
+    Args:
+        module: the user's.
+        trunk: its blocks and units.
+        interception: of these.
+        step: what is traced.
+        logged: where the step's calls of ``self.log`` are noted.
+
     Raises:
-        ValueError: where a block is called twice, or control flow before the last block depends on computed values.
+        ValueError: where a block is called twice, control flow before the last block depends on computed values, or a
+            value leaves a block otherwise than by being returned.
     """
     tracer = _Tracer(trunk, interception, {id(p): name for name, p in module.named_parameters()})
-    with tracer, interception.handled_by(tracer.call):
+    with tracer, interception.handled_by(tracer.call), interception.kept.unchanged():
         output = step()
     tracer.note_output(output)
+    tracer.note_logged(logged)
     tracer.refuse_early_decisions()
     return tracer.trace
 
@@ -75,11 +96,12 @@ def trace_step(module: nn.Module, trunk: Trunk, interception: Interception, step
 class _Tracer(TorchFunctionMode):
     def __init__(self, trunk: Trunk, interception: Interception, parameters: Mapping[int, str]) -> None:
         super().__init__()
-        self.trace = Trace()
+        self.trace = Trace(known=len(trunk.blocks))
         self._blocks = frozenset(trunk.blocks)
         self._interception = interception
         self._parameters = parameters
         self._born: dict[int, int] = {}
+        self._origins: dict[int, str] = {}
         self._alive: list[Tensor] = []  # an id names one tensor only as long as that lives
         self._decisions: list[tuple[int, str]] = []
         self._paused = False
@@ -92,20 +114,29 @@ class _Tracer(TorchFunctionMode):
         """A block or unit is called."""
         self._paused = True
         try:
+            leaves = tree_leaves((args, kwargs))
+            self._refuse_escaped(leaves, f"'{name}'")
+            self._note_parameters(leaves)
             if name in self._blocks:
-                self._call_block(name, tree_leaves((args, kwargs)))
+                self._call_block(name, leaves)
             else:
                 self.trace.units.setdefault(name, []).append(self._position)
-                self._note_uses(tree_leaves((args, kwargs)), f"'{name}'")
+                self._note_uses(leaves, f"'{name}'")
             output = self._interception.placeholders(name, args, kwargs, fill=0.0)
             self.trace.flops[name] = self._interception.flops(name)
             self._taint(output)
+            for attribute, value in self._interception.kept_by(name):
+                self._taint(value, f"attribute '{attribute}' of '{name}'")
             return output
         finally:
             self._paused = False
 
     def note_output(self, output: Any) -> None:
+        self._refuse_escaped(tree_leaves(output), "the output of the step")
         self._note_uses(tree_leaves(output), "the output of the step")
+
+    def note_logged(self, logged: Sequence[Logged]) -> None:
+        self.trace.logged = [self._born.get(id(call.value)) for call in logged]
 
     def refuse_early_decisions(self) -> None:
         for position, what in self._decisions:
@@ -117,22 +148,18 @@ class _Tracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         if self._paused:
-            return result
+            return func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._refuse_escaped(inputs, resolve_name(func) or str(func))
+        result = func(*args, **kwargs)
         tainted = any(id(tensor) in self._born for tensor in inputs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if tainted and func in _READS_VALUES:
             self._decisions.append((self._position, resolve_name(func) or str(func)))
         if not outputs:  # a shape, a dtype
             return result
-        for tensor in inputs:
-            name = self._parameters.get(id(tensor))
-            if name is not None:
-                self.trace.parameters.setdefault(name, self._position)
-                tainted = True
-        if tainted:
+        if self._note_parameters(inputs) or tainted:
             self._note_uses(inputs, resolve_name(func) or str(func))
             self._taint(outputs)
         return result
@@ -151,13 +178,34 @@ class _Tracer(TorchFunctionMode):
                                   for i in tainted]  # fmt: skip
         self.trace.blocks.append(name)
 
+    def _note_parameters(self, leaves: list[Any]) -> bool:
+        """Whether parameters are among them, which stages need that only hand them to a module, too."""
+        names = [self._parameters[id(leaf)] for leaf in leaves if id(leaf) in self._parameters]
+        for name in names:
+            self.trace.parameters.setdefault(name, self._position)
+        return bool(names)
+
     def _note_uses(self, leaves: list[Any], by: str) -> None:
         for leaf in leaves:
             if isinstance(leaf, Tensor) and id(leaf) in self._born:
-                self.trace.uses.append(Use(id(leaf), self._born[id(leaf)], self._position, by))
+                origin = self._origins.get(id(leaf), "a value")
+                self.trace.uses.append(Use(id(leaf), self._born[id(leaf)], self._position, by, origin))
 
-    def _taint(self, tree: Any) -> None:
+    def _taint(self, tree: Any, origin: str | None = None) -> None:
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor):
                 self._born[id(leaf)] = self._position
                 self._alive.append(leaf)
+                if origin is not None:
+                    self._origins[id(leaf)] = origin
+
+    def _refuse_escaped(self, leaves: list[Any], by: str) -> None:
+        """A block's copy, run for its shapes, has handed a tensor to somebody else than its caller."""
+        for leaf in leaves:
+            name = self._interception.computed_by(leaf)
+            if name is not None:
+                raise ValueError(
+                    f"pipeline: a value computed inside '{name}', which a hook or a list kept, is used outside of it by"
+                    f" {by}. It cannot reach another stage: let '{name}' return it and hand it on to the next block, or"
+                    " use pipeline_parallel_size=1"
+                )

@@ -23,6 +23,23 @@ def test_fake_tensors_have_shapes_and_take_constants_from_outside() -> None:
     assert mode.from_tensor(outside).shape == (4,)
 
 
+def test_fake_tensors_know_where_they_were_made() -> None:
+    modes = _compat.fake_tensor_mode(), _compat.fake_tensor_mode()
+    made = modes[1].from_tensor(torch.ones(4))
+    assert _compat.fake_mode_of(made) is modes[1]
+    assert _compat.fake_mode_of(torch.ones(4)) is None
+
+
+def test_calls_are_shadowed_with_their_hooks() -> None:
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+    _compat.shadow_call(module, lambda *args: "shadow")
+    assert module(torch.ones(2)) == "shadow"
+    assert _compat.call_unshadowed(module, torch.ones(2)).tolist() == [0.0, 0.0]
+    _compat.unshadow_call(module)
+    assert module(torch.ones(2)).tolist() == [0.0, 0.0]
+
+
 def test_process_that_was_not_seeded_is_known(monkeypatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     assert _compat.is_seeded()

@@ -51,6 +51,18 @@ def model(name: str, **settings: Any) -> LanguageModel:
         )
     if name == "gemma2":
         return LanguageModel(hf.Gemma2ForCausalLM(hf.Gemma2Config(sliding_window=4, **COMMON)), **settings)
+    if name == "llama-checkpointed":
+        llama = hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON)).train()
+        llama.gradient_checkpointing_enable()  # hooks the embedding
+        return LanguageModel(llama, **settings)
+    if name == "deberta":
+        config = hf.DebertaV2Config(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=64,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=LENGTH,
+            relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4, norm_rel_ebd="layer_norm",
+            share_att_key=True, initializer_range=0.1,
+        )  # fmt: skip
+        return LanguageModel(hf.DebertaV2ForMaskedLM(config), **settings)
     if name == "llama-cache":
         return LanguageModel(hf.LlamaForCausalLM(hf.LlamaConfig(**{**COMMON, "use_cache": True})), **settings)
     return LanguageModel(hf.Qwen3ForCausalLM(hf.Qwen3Config(**COMMON)), **settings)
@@ -69,9 +81,9 @@ def data(name: str, count: int) -> list[Any]:
     ]
 
 
-NAMES = ("qwen3", "t5", "vit", "gemma2", "mixtral", "llama-cache")
+NAMES = ("qwen3", "t5", "vit", "gemma2", "mixtral", "llama-cache", "llama-checkpointed", "deberta")
 CHOSEN = {("qwen3", "zbv"), ("t5", "zbv"), ("t5", "1f1b"), ("vit", "zb1p"), ("gemma2", "1f1b"), ("mixtral", "zb1p"),
-          ("llama-cache", "interleaved")}  # fmt: skip
+          ("llama-cache", "interleaved"), ("llama-checkpointed", "1f1b"), ("deberta", "1f1b")}  # fmt: skip
 
 
 def training(name: str, stages: int, schedule: str) -> Training:

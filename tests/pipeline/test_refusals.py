@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.harness import Training, WorkerError, run, train_and_assert_parity
-from tests.models.gpt import GPT, batches
+from tests.models.gpt import GPT, Block, batches
 
 
 def pipelined(module: Callable[..., Any], data: Any = None, **strategy: Any) -> Training:
@@ -62,10 +62,44 @@ class NoTrunk(GPT):
         self.blocks = nn.ModuleList()
 
 
-class Hooked(GPT):
+class KeepsPenalties(GPT):
+    """Each block leaves a penalty in an attribute, where another stage would find that of an old batch."""
+
+    class Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            self.penalty = x.square().mean()
+            return x
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.blocks[1].register_forward_hook(lambda *_: None)
+        self.blocks = nn.ModuleList(KeepsPenalties.Block(16, 4) for _ in range(4))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch) + sum(block.penalty for block in self.blocks)
+
+
+class CollectsByHooks(GPT):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.collected: list[Tensor] = []
+        for block in self.blocks:
+            block.mlp.register_forward_hook(lambda module, args, output: self.collected.append(output.square().mean()))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.collected.clear()
+        return super().loss(batch) + sum(self.collected)
+
+
+class DropsLayers(GPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks[0](self.embedding(tokens))))
+
+
+class TakesGradients(GPT):
+    def loss(self, batch: Tensor) -> Tensor:
+        loss = super().loss(batch)
+        return loss + torch.autograd.grad(loss, self.head.weight, create_graph=True)[0].square().sum()
 
 
 class Checkpointed(GPT):
@@ -106,7 +140,10 @@ class CallsTheModelOutside(GPT):
         (Manual, "does not work with manual optimization"),
         (Swallows, "catches BaseException around the model"),
         (NoTrunk, "no list of repeated blocks was found"),
-        (Hooked, r"'blocks\.1' has forward hooks"),
+        (KeepsPenalties, r"attribute 'penalty' of 'blocks\.0' computed before 'blocks\.2' is used after it"),
+        (CollectsByHooks, r"computed inside 'blocks\.0', which a hook or a list kept, is used outside of it"),
+        (DropsLayers, r"calls 1 of the module's 4 \(layer drop must be switched off\)"),
+        (TakesGradients, "a step that takes gradients itself"),
         (partial(Checkpointed, True), "Pass use_reentrant=False"),
         (Counts, "changes 'steps_seen'"),
         (OtherBatchOnEachRank, "were given different batches"),

@@ -204,6 +204,126 @@ class CarriedPenalty(AuxiliaryOutput):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[:, 1:].flatten()) + penalty
 
 
+@dataclass
+class State:
+    x: Tensor
+    mask: Tensor
+    depth: int = 0
+
+
+class DataclassState(GPT):
+    """Blocks are given and return a dataclass."""
+
+    class Block(Block):
+        def forward(self, state: State) -> State:  # type: ignore[override]
+            return State(super().forward(state.x) * state.mask, state.mask, state.depth + 1)
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.blocks = nn.ModuleList(DataclassState.Block(16, 4) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state = State(self.embedding(tokens), (tokens != 0).float().unsqueeze(-1))
+        for block in self.blocks:
+            state = block(state)
+        return self.head(self.norm(state.x)) / state.depth
+
+
+class ParameterForEveryBlock(GPT):
+    """A parameter itself is an argument of every block, and part of the gradient comes from each stage."""
+
+    class Block(Block):
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x + positions)
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.blocks = nn.ModuleList(ParameterForEveryBlock.Block(16, 4) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.positions)
+        return self.head(self.norm(x))
+
+
+class Hooked(GPT):
+    """Hooks on blocks and units change what goes in and comes out, forward and backward."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for module in (*self.blocks, self.embedding):
+            module.register_forward_hook(lambda module, args, output: 0.9 * output)
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda module, args: (1.1 * args[0],))
+            block.register_full_backward_hook(lambda module, inputs, outputs: (0.5 * inputs[0],))
+
+
+class WorksInPlace(GPT):
+    """Tokens are masked in place in what the embedding and a block returned."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x[tokens == 3] = self.positions[0]
+        for block in self.blocks:
+            x = block(x)
+            x[:, 0] = 0.0
+        return self.head(self.norm(x))
+
+
+class FrozenWithoutGradients(GPT):
+    """Frozen blocks run under ``no_grad``; only what follows them is trained."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(tied=False, **settings)
+        self.blocks.requires_grad_(False)
+        self.embedding.requires_grad_(False)
+        self.positions.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+class LogsBetweenBlocks(GPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            self.log(f"square_{index}_epoch", x.square().mean(), on_step=False, on_epoch=True, batch_size=1)
+        return self.head(self.norm(x))
+
+
+class SkipsABatch(GPT):
+    """Returns before the model is called, for a batch like the others."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+def test_steps_that_skip_a_batch_are_refused_as_lightning_does() -> None:
+    with pytest.raises(WorkerError, match="returning None in distributed training is not supported"):
+        run(pipelined(SkipsABatch))
+
+
+@pytest.mark.parametrize(
+    ("module", "schedule"),
+    [
+        (DataclassState, "1f1b"),
+        (ParameterForEveryBlock, "interleaved"),
+        (Hooked, "zb1p"),
+        (WorksInPlace, "1f1b"),
+        (FrozenWithoutGradients, "1f1b"),
+        (LogsBetweenBlocks, "zbv"),
+    ],
+)
+def test_what_steps_do_between_blocks(module: type[GPT], schedule: str) -> None:
+    train_and_assert_parity(pipelined(module, strategy={"pipeline": schedule}, learning_rate=0.1))
+
+
 @pytest.mark.parametrize("module", [RichGPT, SkipThroughBlocks, ComplexTable, CarriedPenalty])
 def test_arguments_and_outputs_of_blocks(module: type[GPT]) -> None:
     train_and_assert_parity(pipelined(module, learning_rate=0.1))
