@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_effi.diagnose.randomness import Randomness
@@ -49,15 +50,17 @@ class NoDropout(TorchFunctionMode):
 
 
 def copied(module: nn.Module) -> Any:
-    """A deep copy. Handles of hooks that the module keeps, which cannot be copied, are those of the original."""
-    handles = {
-        id(handle): handle
-        for submodule in module.modules()
-        for value in vars(submodule).values()
-        for handle in (value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(handle, RemovableHandle)
-    }
-    return copy.deepcopy(module, handles)
+    """A deep copy. What cannot be copied is, for handles of hooks that the module keeps, that of the original, and for
+    activations (attention weights that a layer remembers, a weight that a hook computes) a tensor without history.
+    """
+    memo: dict[int, Any] = {}
+    kept = [value for submodule in module.modules() for value in vars(submodule).values()]
+    for leaf in tree_leaves(kept):
+        if isinstance(leaf, RemovableHandle):
+            memo[id(leaf)] = leaf
+        elif isinstance(leaf, Tensor) and not leaf.is_leaf:
+            memo[id(leaf)] = leaf.detach().clone()
+    return copy.deepcopy(module, memo)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -31,7 +31,7 @@ class Gated(nn.Module):
 
 
 class Escaping(nn.Module):
-    """Returns what the first layer computed beside what the second makes of it."""
+    """Returns hidden states in which the first layer has a share, beside what the second makes of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Escaping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.first(x).relu()
-        return self.second(hidden), hidden
+        return self.second(hidden), x + hidden
 
 
 class Normed(nn.Module):
