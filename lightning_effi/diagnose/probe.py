@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -60,7 +61,13 @@ def copied(module: nn.Module) -> Any:
             memo[id(leaf)] = leaf
         elif isinstance(leaf, Tensor) and not leaf.is_leaf:
             memo[id(leaf)] = leaf.detach().clone()
-    return copy.deepcopy(module, memo)
+    copy_of_module = copy.deepcopy(module, memo)
+    for original, twin in zip(module.modules(), copy_of_module.modules(), strict=True):
+        # ``module.forward = torch.compile(module.forward)`` would run the original
+        method = getattr(vars(original).get("forward"), "_torchdynamo_orig_callable", None)
+        if method is not None and getattr(method, "__self__", None) is original:
+            twin.forward = MethodType(method.__func__, twin)
+    return copy_of_module
 
 
 def loss_of(output: Any) -> Tensor:

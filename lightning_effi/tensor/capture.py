@@ -44,7 +44,7 @@ def capture_inputs(
 
     def note(kind: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if kind not in seen:
-            seen[kind] = _copied((args, kwargs))
+            seen[kind] = _copied((args, kwargs), module)
         if len(seen) == len(kinds):
             raise _EverythingSeenError
 
@@ -69,6 +69,8 @@ def _signature(block: nn.Module) -> str:
     return f"{type(block).__qualname__} {shapes}"
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: Any, root: nn.Module) -> Any:
     copied = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
-    return copy.deepcopy(copied)  # caches and other objects that a block may change
+    # Caches and other objects that a block may change are copied, but no module that a block is handed: it may hold
+    # blocks itself, which are being watched.
+    return copy.deepcopy(copied, {id(module): module for module in root.modules()})

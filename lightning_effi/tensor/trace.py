@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_effi.tensor.linear import in_features, linears, out_features
 
 INPUT = "<input>"
-_ORDERS = frozenset({"transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis"})
+_ORDERS = frozenset({"transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "unsqueeze"})
 _NO_VALUE = frozenset({"__get__", "size", "dim", "numel", "__len__", "is_contiguous", "stride"})
 
 
@@ -207,8 +207,8 @@ def _moved(func: Any, source: Tensor, args: Any, kwargs: Any, output: Tensor, pa
     name, dim = getattr(func, "__name__", ""), packed.dim
     if name in _ORDERS:
         # each dim has another size here, which tells where it went
-        marked = torch.empty(tuple(range(1, source.dim() + 1)), device="meta")
-        return replace(packed, dim=list(func(marked, *args[1:], **kwargs).shape).index(dim + 1))
+        marked = torch.empty(tuple(range(2, source.dim() + 2)), device="meta")
+        return replace(packed, dim=list(func(marked, *args[1:], **kwargs).shape).index(dim + 2))
     if output.shape[: dim + 1] == source.shape[: dim + 1] and (
         output.dim() == source.dim() or name in ("view", "reshape", "flatten", "unflatten")
     ):
