@@ -139,9 +139,12 @@ def _is_plain_container(module: nn.Module) -> bool:
 
 
 def _parameter_owners(root: nn.Module) -> Counter[int]:
-    """How many (module, name) places hold each parameter."""
+    """How many (module, name) places hold each parameter; a module that stands in several counts in each."""
     return Counter(
-        id(parameter) for module in root.modules() for parameter in module._parameters.values() if parameter is not None
+        id(parameter)
+        for _, module in root.named_modules(remove_duplicate=False)
+        for parameter in module._parameters.values()
+        if parameter is not None
     )
 
 

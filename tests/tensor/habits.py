@@ -293,23 +293,23 @@ class Positions(nn.Embedding):
 
 
 class WeighingBlock(nn.Module):
-    """Gives its attention weights to whoever called it, and looks at a table of relative positions."""
+    """Remembers its attention weights, gives them to whoever called it, and looks at a table of relative positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = Projection(width, 3 * width), Projection(width, width)
-        self.relative = nn.Linear(width, width, bias=False)
+        self.relative = nn.utils.parametrizations.weight_norm(nn.Linear(width, width, bias=False))
         self.up, self.down = Projection(width, 2 * width), Projection(2 * width, width, bias=False)
 
     def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         rows, length, width = x.shape
         q, k, v = (t.view(rows, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
         relative = self.relative(table).view(len(table), self.heads, -1).transpose(0, 1)
-        index = torch.arange(length)[:, None] - torch.arange(length) + length
+        index = torch.arange(length)[:, None] - torch.arange(length) + length - 1
         towards = torch.gather(q @ relative.mT, -1, index.expand(rows, self.heads, -1, -1))
-        weights = ((q @ k.mT + towards) / math.sqrt(q.shape[-1])).softmax(dim=-1)
+        self.seen = weights = ((q @ k.mT + towards) / math.sqrt(q.shape[-1])).softmax(dim=-1)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(rows, length, width))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x)))), weights
 
@@ -329,7 +329,7 @@ class SharedBlock(Validated):
         tokens, sharpness = batch[:, :-1], torch.zeros(())
         x = self.embedding(tokens) + self.positions(tokens.shape)
         for _ in range(3):
-            x, weights = self.layers[0](x, self.table.weight)
+            x, weights = self.layers[0](x, self.table.weight[1:])
             sharpness = sharpness + weights[:, 1:3].square().mean()
         return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten()) + sharpness
 
