@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -67,8 +68,10 @@ class TensorRun:
         # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        # torch.compile cannot look into split tensors; recomputation in backward must not meet it either
-        self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+        # torch.compile cannot look into split tensors; recomputation in backward must not meet it either. Where nothing
+        # was compiled its frontend need not even be imported.
+        if "torch._dynamo" in sys.modules:
+            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
         if compiled := [name or type(module).__name__ for name, m in module.named_modules() if _compat.is_compiled(m)]:
             rank_zero_info(
                 f"tensor parallelism: what the module compiles itself ({compiled[0]}"
