@@ -197,8 +197,13 @@ def split_pieces() -> None:
         compare(lambda x, y: x * y, pieces, False)
     compare(lambda x, y: x.chunk(3, dim=-1)[2], (8, 8, 8), False)
     compare(lambda x, y: F.glu(x), (8, 8), False)
-    # a batch of one row: heads folded into it come apart again
-    compare(lambda x, y: heads(x[:1]).reshape(HEADS, LENGTH, DEPTH).view(1, HEADS, LENGTH, DEPTH), (WIDTH,), False)
+    # a batch of one row: heads folded into it come apart again, or together
+    compare(lambda x, y: x[:1].view(LENGTH, HEADS, DEPTH).reshape(LENGTH, 1, WIDTH),
+            (WIDTH,), False)  # fmt: skip
+    compare(lambda x, y: x[:1].view(LENGTH, HEADS, DEPTH).view(LENGTH, 1, HEADS, DEPTH), (WIDTH,), False)
+    compare(
+        lambda x, y: x[0].view(LENGTH, HEADS, DEPTH).transpose(0, 1).reshape(1, HEADS, LENGTH, DEPTH), (WIDTH,), False
+    )
     compare(lambda x, y: x.view(ROWS, LENGTH, 8, 2)[:, :, :4].flatten(2), (8, 4, 4), False)
     compare(lambda x, y: x.view(ROWS, LENGTH, 8, 2).flatten(2)[..., 8:12], (8, 4, 4), False)
     compare(lambda x, y: x.view(ROWS, LENGTH, 3, 4, 2).permute(2, 0, 3, 1, 4)[1], (8, 8, 8), False)

@@ -96,7 +96,9 @@ def _moved_split(split: Split, shape: Sequence[int], sizes: Sequence[int]) -> tu
     while reached * sizes[dim] <= before:
         reached *= sizes[dim]
         dim += 1
-    if dim and reached == before and sizes[dim - 1] == 1 and split.dim and shape[split.dim - 1] != 1:
+    # features become [1, features], which rows of one that come off other dims do not look like
+    is_last = split.dim == len(shape) - 1 and dim == len(sizes) - 1 and sizes[dim] == split.size
+    if is_last and dim and reached == before and sizes[dim - 1] == 1 and split.dim and shape[split.dim - 1] != 1:
         raise CannotSplitError(f"1 head is not divisible by tensor_parallel_size={split.group.size}", split.sources)
     outer, inner = before // reached, sizes[dim] // (before // reached)
     if before % reached or sizes[dim] % outer:
