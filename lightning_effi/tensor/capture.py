@@ -53,15 +53,24 @@ def capture_inputs(
         for kind, members in kinds.items()
         for block in members
     ]
+    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     try:
+        module.__dict__["manual_backward"] = _end  # there are no gradients here; what runs later is not looked at
         with torch.inference_mode(False), torch.no_grad(), restored(module), silent(module):
             step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     except _EverythingSeenError:
         pass
     finally:
+        del module.__dict__["manual_backward"]
+        for parameter, requires_grad in trained:  # a step that toggles optimizers is left while one is
+            parameter.requires_grad_(requires_grad)
         for handle in handles:
             handle.remove()
     return [BlockKind(tuple(kinds[kind]), *found) for kind, found in seen.items()]
+
+
+def _end(*_: Any, **__: Any) -> None:
+    raise _EverythingSeenError
 
 
 def _signature(block: nn.Module) -> str:
