@@ -29,6 +29,14 @@ def attention(x: Tensor, other: Tensor) -> Tensor:
     return (q @ k.mT / 3).softmax(-1) @ v
 
 
+def written(x: Tensor, other: Tensor) -> Tensor:
+    """Parts of a new tensor are filled in, one of them for all heads."""
+    both = x.new_empty(*x.shape[:-1], 2 * DEPTH)
+    both[..., :DEPTH].copy_(x)
+    both[..., DEPTH:].copy_(other)
+    return both * x.new_full(both.shape, 2.0)
+
+
 # name → function of (split activations [ROWS, LENGTH, WIDTH], replicated activations of the same shape)
 WITHOUT_GATHERING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add": lambda x, y: x + y,
@@ -99,6 +107,7 @@ WITHOUT_GATHERING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "topk": lambda x, y: heads(x).topk(2, dim=-1).values,
     "max of two": lambda x, y: torch.max(x, y),
     "max": lambda x, y: heads(x).max(dim=-1).values,
+    "written": lambda x, y: written(heads(x), heads(y)[:, :1]),
     "whole type": lambda x, y: y.double().type_as(x) * x.to(y),
 }  # fmt: skip
 BY_GATHERING: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -265,6 +274,7 @@ def refuse(case: Callable[[Tensor], Any], message: str) -> None:
 def refuse_all() -> None:
     refuse(lambda x: x.view(ROWS, LENGTH, DEPTH, HEADS), "5 heads are not divisible by tensor_parallel_size=2")
     refuse(lambda x: x.view(ROWS, LENGTH, 1, WIDTH), "1 head is not divisible")
+    refuse(lambda x: torch.zeros(x.shape).copy_(x), "writes into a tensor")
     refuse(lambda x: x.chunk(4, dim=-1), "not its pieces")
     refuse(lambda x: x[..., :3], "not one of its pieces")
     refuse(

@@ -45,7 +45,7 @@ _PASSED = frozenset(
     {"dim", "is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device", "type",
      "requires_grad_", "retain_grad", "backward", "is_inference", "is_nonzero", "__hash__", "__format__",
      "has_names", "__repr__", "is_same_size", "_is_view", "storage_offset", "stride", "data_ptr", "is_pinned",
-     "result_type", "is_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
+     "result_type", "is_tensor", "new_tensor"}
 )  # fmt: skip
 _SHAPE_GETTERS = frozenset({"shape"})
 _RULE_GETTERS = frozenset({"T", "mT", "real", "imag"})

@@ -25,7 +25,7 @@ _NAMES = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __floordiv__ __pow__
     __rpow__ __mod__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __gt__ __ge__ __lt__ __le__ __and__ __or__ __xor__
     __rand__ __ror__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__
-    add_ sub_ mul_ div_ neg_ exp_ sigmoid_ tanh_ relu_ clamp_ clamp_min_ clamp_max_ masked_fill_ zero_ fill_
+    add_ sub_ mul_ div_ neg_ exp_ sigmoid_ tanh_ relu_ clamp_ clamp_min_ clamp_max_ masked_fill_ zero_ fill_ copy_
     type float double half bfloat16 bool int long contiguous clone detach cpu cuda
     zeros_like ones_like full_like empty_like alias
 """.split()  # noqa: SIM905
@@ -42,6 +42,10 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if not cut:
         return _rewrapped(func(*args, **kwargs), operands[0].placement, args)
     first = cut[0]
+    name = getattr(func, "__name__", "")
+    # a part of what is whole would be written to a copy of it, which nobody keeps
+    if name.endswith("_") and not name.endswith("__") and not any(args[0] is t for t in cut):
+        return fall_back(func, args, kwargs)
     split = merged(cut)
     from_right = _from_right(first)
     if any(_from_right(t) != from_right or t.placement.pieces != split.pieces for t in cut):

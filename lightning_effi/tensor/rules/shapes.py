@@ -32,6 +32,19 @@ def length(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
     return whole_shape(args[0])[0]
 
 
+def new(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """``x.new_empty(...)`` and the like: split as ``x`` where the sizes are those of the whole, to be written to."""
+    tensor, current = args[0], args[0].placement
+    rest = args[1:] if func.__name__ != "new_full" else args[1:2]
+    sizes = _sizes(rest) if rest else list(kwargs["size"])
+    if current.dim is None or len(sizes) != tensor.dim() or sizes[current.dim] != current.size:
+        return func(tensor.as_subclass(Tensor), *args[1:], **kwargs)
+    sizes[current.dim] = tensor.shape[current.dim]
+    behind = args[2:] if func.__name__ == "new_full" else ()
+    given = {key: value for key, value in kwargs.items() if key != "size"}
+    return wrap(func(tensor.as_subclass(Tensor), sizes, *behind, **given), current.at(current.dim))
+
+
 # -- views -----------------------------------------------------------------------------------------------------------
 
 
@@ -475,6 +488,7 @@ RULES: dict[str, Any] = {
     "repeat_interleave": repeat_interleave, "view_as_complex": as_complex, "view_as_real": as_complex,
     "split": split, "chunk": split, "tensor_split": split, "split_with_sizes": split, "unbind": unbind,
     "__iter__": iterate, "select": select, "narrow": narrow, "__getitem__": getitem,
+    "new_empty": new, "new_zeros": new, "new_ones": new, "new_full": new,
     "pad": pad, "repeat": repeat, "gather": pick, "glu": glu,
     "cat": join, "concat": join, "concatenate": join, "stack": join,
 }  # fmt: skip
