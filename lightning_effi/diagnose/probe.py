@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_effi import _compat
 from lightning_effi.diagnose.randomness import Randomness
 
 _DROPOUTS = {
@@ -64,7 +65,7 @@ def copied(module: nn.Module) -> Any:
     copy_of_module = copy.deepcopy(module, memo)
     for original, twin in zip(module.modules(), copy_of_module.modules(), strict=True):
         # ``module.forward = torch.compile(module.forward)`` would run the original
-        method = getattr(vars(original).get("forward"), "_torchdynamo_orig_callable", None)
+        method = _compat.compiled_forward(original)
         if method is not None and getattr(method, "__self__", None) is original:
             twin.forward = MethodType(method.__func__, twin)
     return copy_of_module
