@@ -612,6 +612,21 @@ def allow_compiled_modules(strategy_type: type) -> None:
     trainer_module._verify_strategy_supports_compile = verify
 
 
+def compiled_forward(module: nn.Module) -> Any:
+    """What ``module.forward = torch.compile(module.forward)`` compiles; ``None`` where nothing."""
+    return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` itself goes through ``torch.compile``: wrapped, in place, its ``forward``, or by Lightning."""
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or compiled_forward(module) is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+    )
+
+
 def registered_signal_handler(signum: int) -> list[Any] | None:
     """What Lightning registered for a signal (``_HandlersCompose``); ``None`` if the handler is somebody else's."""
     import signal

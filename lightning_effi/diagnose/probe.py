@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lightning_effi import _compat
 from lightning_effi.diagnose.randomness import Randomness
 
 _DROPOUTS = {
@@ -49,15 +52,23 @@ class NoDropout(TorchFunctionMode):
 
 
 def copied(module: nn.Module) -> Any:
-    """A deep copy. Handles of hooks that the module keeps, which cannot be copied, are those of the original."""
-    handles = {
-        id(handle): handle
-        for submodule in module.modules()
-        for value in vars(submodule).values()
-        for handle in (value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(handle, RemovableHandle)
-    }
-    return copy.deepcopy(module, handles)
+    """A deep copy. What cannot be copied is, for handles of hooks that the module keeps, that of the original, and for
+    activations (attention weights that a layer remembers, a weight that a hook computes) a tensor without history.
+    """
+    memo: dict[int, Any] = {}
+    kept = [value for submodule in module.modules() for value in vars(submodule).values()]
+    for leaf in tree_leaves(kept):
+        if isinstance(leaf, RemovableHandle):
+            memo[id(leaf)] = leaf
+        elif isinstance(leaf, Tensor) and not leaf.is_leaf:
+            memo[id(leaf)] = leaf.detach().clone()
+    copy_of_module = copy.deepcopy(module, memo)
+    for original, twin in zip(module.modules(), copy_of_module.modules(), strict=True):
+        # ``module.forward = torch.compile(module.forward)`` would run the original
+        method = _compat.compiled_forward(original)
+        if method is not None and getattr(method, "__self__", None) is original:
+            twin.forward = MethodType(method.__func__, twin)
+    return copy_of_module
 
 
 def loss_of(output: Any) -> Tensor:

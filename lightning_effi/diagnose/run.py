@@ -123,7 +123,8 @@ def judge(comparison: Comparison, precision: str, seconds: float) -> None:
         raise RuntimeError(
             f"verify: the parallel module does not compute what the plain one does: '{name}' is off by"
             f" {distance:.1e} (allowed {_TOLERANCES[dtype]:.0e}). Nothing was trained. Does training_step change"
-            " parameters, or draw random numbers other than dropout's?"
+            " parameters, draw random numbers other than dropout's, or read what forward hooks keep elsewhere than in"
+            " the module they are given? Then verify=False leaves this comparison out"
         )
     rank_zero_info(f"verify: loss and gradients equal the plain module's ({comparison}; {seconds:.1f} s)")
 

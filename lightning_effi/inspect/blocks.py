@@ -46,6 +46,69 @@ def find_blocks(root: nn.Module) -> list[Block]:
     ]
 
 
+def find_all_blocks(root: nn.Module) -> list[Block]:
+    """As :func:`find_blocks`, for what is changed in place and needs no group of parameters to itself.
+
+    Also found are the only member of a ``ModuleList`` (a trunk of one block, or of one that is called many times),
+    blocks that stand in the tree more than once, and blocks of one class that share parameters with each other. Where
+    there is none of these, children of one class are taken wherever they stand.
+    """
+    found = _all_candidates(root)
+    inside = {place for block in found for place in _places(block.module)}
+    elsewhere = {id(parameter) for place, parameter in _places(root).items() if place not in inside}
+    roles: dict[int, set[tuple[type[nn.Module], frozenset[str]]]] = {}
+    for block in found:
+        names: dict[int, set[str]] = {}
+        for name, parameter in block.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), set()).add(name)
+        for key, called in names.items():
+            roles.setdefault(key, set()).add((type(block.module), frozenset(called)))
+    shared = elsewhere | {key for key, parts in roles.items() if len(parts) > 1}
+    return [block for block in found if not any(id(parameter) in shared for parameter in block.module.parameters())]
+
+
+def _all_candidates(root: nn.Module) -> list[Block]:
+    found = dict(_candidates("", root))
+    for name, module in root.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == 1 and _is_composite(module[0]):
+            only = f"{name}.0" if name else "0"
+            if not any(_holds(only, other) or _holds(other, only) for other in found):
+                found[only] = module[0]
+    unique: dict[int, Block] = {}
+    for name, module in (found or dict(_siblings("", root))).items():
+        unique.setdefault(id(module), Block(name, module))
+    return list(unique.values())
+
+
+def _siblings(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    repeated = _repeated_classes(module)
+    for child_name, child in module.named_children():
+        name = f"{prefix}.{child_name}" if prefix else child_name
+        if type(child) in repeated and _is_composite(child):
+            yield name, child
+        else:
+            yield from _siblings(name, child)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether ``module`` has children and runs them itself."""
+    return not _is_plain_container(module) and any(True for _ in module.children())
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return inner == outer or inner.startswith(f"{outer}.")
+
+
+def _places(root: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+    """The parameter at each (module, name)."""
+    return {
+        (id(module), name): parameter
+        for module in root.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
 def _candidates(prefix: str, module: nn.Module, in_layer: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """``in_layer``: ``module`` is one of several alike ``ModuleList``s, that is, a layer written as a list of parts."""
     repeated = _repeated_classes(module) if isinstance(module, _CONTAINERS) else set()
@@ -76,9 +139,12 @@ def _is_plain_container(module: nn.Module) -> bool:
 
 
 def _parameter_owners(root: nn.Module) -> Counter[int]:
-    """How many (module, name) places hold each parameter."""
+    """How many (module, name) places hold each parameter; a module that stands in several counts in each."""
     return Counter(
-        id(parameter) for module in root.modules() for parameter in module._parameters.values() if parameter is not None
+        id(parameter)
+        for _, module in root.named_modules(remove_duplicate=False)
+        for parameter in module._parameters.values()
+        if parameter is not None
     )
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from lightning_effi.tensor.collectives import TensorGroup, assemble, share, take
 from lightning_effi.tensor.linear import out_dim
 from lightning_effi.tensor.plan import LayerPlan, SequencePlan
 from lightning_effi.tensor.sequence import SequenceShards
-from lightning_effi.tensor.split import CannotSplitError, Column, Split, SplitTensor, gathered, wrap
+from lightning_effi.tensor.split import CannotSplitError, Column, Split, SplitTensor, gathered, whole_weight, wrap
 
 
 class AppliedPlan:
@@ -27,10 +28,25 @@ class AppliedPlan:
     is *shared* (one reduction of the input's gradient for all layers that read the same tensor), and what a row-wise
     layer is given whole by mistake is cut. A table takes row numbers as they are, and a head gives logits in parts as
     long as there can be a backward.
+
+    Args:
+        root: the module whose layers are exchanged.
+        layers: which ones, and how.
+        mesh: the ``tp`` axis.
+        sequence: the blocks between whose layers activations are split by sequence.
+        handing_out: the blocks that return more of split layers than hidden states (attention weights, say), which
+            is in parts, like logits, as long as there can be a backward.
+        whole_outputs: whether blocks return wholes only.
     """
 
     def __init__(
-        self, root: nn.Module, layers: Sequence[LayerPlan], mesh: Any, sequence: Sequence[SequencePlan] = ()
+        self,
+        root: nn.Module,
+        layers: Sequence[LayerPlan],
+        mesh: Any,
+        sequence: Sequence[SequencePlan] = (),
+        handing_out: Sequence[str] = (),
+        whole_outputs: bool = False,
     ) -> None:
         self._root = root
         self._mesh = mesh
@@ -43,8 +59,10 @@ class AppliedPlan:
         for module in root.modules():
             for name, parameter in module._parameters.items():
                 self._places.setdefault(id(parameter), []).append((module, name))
-        for layer in layers:
-            self._apply(layer, root.get_submodule(layer.name))
+        for module, layer in {root.get_submodule(layer.name): layer for layer in layers}.items():
+            self._apply(layer, module)
+        hand_out = _hand_out_wholes if whole_outputs else _hand_out
+        self._handles += [root.get_submodule(name).register_forward_hook(hand_out) for name in handing_out]
 
     def _apply(self, layer: LayerPlan, module: Any) -> None:
         pre, post = module.register_forward_pre_hook, module.register_forward_hook
@@ -162,6 +180,8 @@ class _Entrance:
         return entered
 
     def _in_common(self, tensor: Tensor) -> Tensor:
+        if hasattr(tensor, "device_mesh"):  # a table of relative positions is handed to the blocks itself
+            return share(whole_weight(tensor), self._group)
         if not isinstance(tensor, SplitTensor) or tensor.placement.dim is None:
             return share(tensor.as_subclass(Tensor), self._group)
         split = tensor.placement
@@ -170,7 +190,13 @@ class _Entrance:
 
 def _enter_table(group: TensorGroup, _module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Pre-hook of an embedding: marks the row numbers, so that the lookup finds its rule."""
-    return _with_input(args, kwargs, lambda tokens: wrap(gathered(tokens), Split(group, None)))
+
+    def marked(tokens: Any) -> Any:
+        # a class of its own may be called with something else (the shape of a batch) and make row numbers of it
+        is_row_numbers = isinstance(tokens, Tensor) and not tokens.is_floating_point()
+        return wrap(gathered(tokens), Split(group, None)) if is_row_numbers else tokens
+
+    return _with_input(args, kwargs, marked)
 
 
 def _enter_head(group: TensorGroup, head: Column, _module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -183,12 +209,29 @@ def _enter_head(group: TensorGroup, head: Column, _module: nn.Module, args: Any,
 def _with_input(args: Any, kwargs: Any, change: Callable[[Any], Any]) -> Any:
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "input": change(kwargs["input"])}
+    return args, {key: change(value) if key == "input" else value for key, value in kwargs.items()}
 
 
 def _gather_without_gradients(_module: nn.Module, _args: Any, output: Any) -> Any:
     """Evaluation looks at logits in every way, often on one rank alone, and has no backward that would keep them."""
     return output if torch.is_grad_enabled() else gathered(output)
+
+
+def _hand_out(_block: nn.Module, _args: Any, output: Any) -> Any:
+    """Hook of a block. No probe has seen what becomes of its outputs, so that parts give way to the whole there."""
+    if not torch.is_grad_enabled():
+        return _hand_out_wholes(_block, _args, output)
+
+    def yielding(leaf: Any) -> Any:
+        if not isinstance(leaf, SplitTensor) or not leaf.placement.sources:
+            return leaf
+        return wrap(leaf.as_subclass(Tensor), replace(leaf.placement, yields=True))
+
+    return tree_map(yielding, output)
+
+
+def _hand_out_wholes(_block: nn.Module, _args: Any, output: Any) -> Any:
+    return gathered(output, where=lambda split: bool(split.sources))
 
 
 def _gather_output(_module: nn.Module, _args: Any, output: Any) -> Tensor:

@@ -44,7 +44,7 @@ def capture_inputs(
 
     def note(kind: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if kind not in seen:
-            seen[kind] = _copied((args, kwargs))
+            seen[kind] = _copied((args, kwargs), module)
         if len(seen) == len(kinds):
             raise _EverythingSeenError
 
@@ -53,15 +53,24 @@ def capture_inputs(
         for kind, members in kinds.items()
         for block in members
     ]
+    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     try:
+        module.__dict__["manual_backward"] = _end  # there are no gradients here; what runs later is not looked at
         with torch.inference_mode(False), torch.no_grad(), restored(module), silent(module):
             step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     except _EverythingSeenError:
         pass
     finally:
+        del module.__dict__["manual_backward"]
+        for parameter, requires_grad in trained:  # a step that toggles optimizers is left while one is
+            parameter.requires_grad_(requires_grad)
         for handle in handles:
             handle.remove()
     return [BlockKind(tuple(kinds[kind]), *found) for kind, found in seen.items()]
+
+
+def _end(*_: Any, **__: Any) -> None:
+    raise _EverythingSeenError
 
 
 def _signature(block: nn.Module) -> str:
@@ -69,6 +78,8 @@ def _signature(block: nn.Module) -> str:
     return f"{type(block).__qualname__} {shapes}"
 
 
-def _copied(tree: Any) -> Any:
+def _copied(tree: Any, root: nn.Module) -> Any:
     copied = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
-    return copy.deepcopy(copied)  # caches and other objects that a block may change
+    # Caches and other objects that a block may change are copied, but no module that a block is handed: it may hold
+    # blocks itself, which are being watched.
+    return copy.deepcopy(copied, {id(module): module for module in root.modules()})

@@ -6,8 +6,8 @@ probe. No process group is needed here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -27,10 +27,18 @@ class LayerGroup:
         """For messages: the layers in short."""
         return ", ".join(layer.name for layer in self.layers)
 
-    def without(self, columns: frozenset[str]) -> LayerGroup | None:
-        """The group if these column-wise layers stay whole; ``None`` where no other column-wise one is left."""
-        kept = tuple(layer for layer in self.layers if layer.name not in columns)
+    def without(self, names: frozenset[str]) -> LayerGroup | None:
+        """The group if these layers stay whole; ``None`` where no column-wise one is left."""
+        kept = tuple(layer for layer in self.layers if layer.name not in names)
         return LayerGroup(kept) if any(layer.style != "row" for layer in kept) else None
+
+    def unpacked(self, names: Set[str]) -> LayerGroup:
+        """The group if these layers' outputs are one piece each."""
+        return LayerGroup(
+            tuple(
+                replace(layer, pieces=(sum(layer.pieces),)) if layer.name in names else layer for layer in self.layers
+            )
+        )
 
 
 def decide(
@@ -45,7 +53,14 @@ def decide(
         hints: styles, by name, for layers that would stay whole.
     """
     layers = linears(block)
-    rows, columns = _assign(trace, layers)
+    blocked = frozenset({INPUT})
+    while True:
+        rows, columns = _assign(trace, layers, blocked)
+        # attention weights, say, may be handed out in parts; hidden states, which anything else has a share in, may not
+        found = blocked.union(*(leaf for leaf in trace.outputs if not leaf <= columns))
+        if found == blocked:
+            break
+        blocked = found
     groups: list[LayerGroup] = []
     whole: list[str] = []
     for members in _connected(rows):
@@ -55,7 +70,9 @@ def decide(
         else:
             groups.append(candidate)
     for name, attention in attentions(block).items():
-        if attention.num_heads % size or not attention._qkv_same_embed_dim:
+        if not attention._qkv_same_embed_dim:
+            whole.append(f"{name}: keys or values have another width than queries")
+        elif attention.num_heads % size:
             whole.append(f"{name}: {attention.num_heads} heads are not divisible by {size}")
         else:
             pieces = (attention.embed_dim,) * 3
@@ -65,7 +82,9 @@ def decide(
     if hinted:
         groups.append(LayerGroup(hinted))
         left = [name for name in left if name not in {layer.name for layer in hinted}]
-    if left:
+    if unused := [name for name in left if name not in trace.inputs]:
+        whole.append(f"{', '.join(unused)}: not called as layers in the first step")
+    if left := [name for name in left if name not in unused]:
         whole.append(f"{', '.join(left)}: not between two linear layers")
     return groups, whole
 
@@ -82,14 +101,16 @@ def _hinted(
     return tuple(plans)
 
 
-def _assign(trace: Trace, layers: Mapping[str, nn.Module]) -> tuple[dict[str, frozenset[str]], set[str]]:
-    """Row-wise layers with the column-wise ones that feed them; the heaviest rows choose first."""
+def _assign(
+    trace: Trace, layers: Mapping[str, nn.Module], blocked: frozenset[str]
+) -> tuple[dict[str, frozenset[str]], set[str]]:
+    """Row-wise layers with the column-wise ones that feed them, none of ``blocked``; the heaviest rows choose first."""
     rows: dict[str, frozenset[str]] = {}
     columns: set[str] = set()
     weight = {name: in_features(layer) * out_features(layer) for name, layer in layers.items()}
     for name in sorted(trace.inputs, key=lambda n: (-weight[n], n)):
         feeding = trace.inputs[name]
-        if not feeding or INPUT in feeding or name in columns or any(f in rows for f in feeding):
+        if not feeding or feeding & blocked or name in columns or any(f in rows for f in feeding):
             continue
         rows[name] = feeding
         columns |= feeding
@@ -120,7 +141,7 @@ def _group(
             plans.append(LayerPlan(name, "row", why="fed by " + ", ".join(sorted(rows[name]))))
             continue
         users = {user for user, feeding in trace.inputs.items() if name in feeding}
-        if name in trace.outputs or not users <= set(rows):
+        if not users <= set(rows):
             return None, f"the output of {name} is used outside"
         pieces = trace.pieces.get(name, (out_features(layers[name]),))
         if any(piece % size for piece in pieces):

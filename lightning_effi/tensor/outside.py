@@ -18,10 +18,15 @@ from torch.utils._pytree import tree_map
 
 from lightning_effi.tensor.collectives import TensorGroup, share
 from lightning_effi.tensor.rules.vocabulary import embedded
-from lightning_effi.tensor.split import Column, Split, SplitTensor, gathered, wrap
+from lightning_effi.tensor.split import Column, Split, SplitTensor, gathered, whole_weight, wrap
 
 _LAYERS = frozenset({"linear", "addmm", "embedding", "multi_head_attention_forward"})
 _PRODUCTS = frozenset({"matmul", "__matmul__", "mm"})
+_REARRANGEMENTS = frozenset(
+    {"__getitem__", "select", "narrow", "split", "chunk", "tensor_split", "split_with_sizes", "unbind", "index_select",
+     "gather", "take_along_dim", "flip", "roll", "view", "reshape", "flatten", "unflatten", "expand", "expand_as",
+     "repeat", "tile", "repeat_interleave", "diagonal", "tril", "triu"}
+)  # fmt: skip
 
 
 class WeightsOutsideLayers(TorchFunctionMode):
@@ -39,7 +44,8 @@ class WeightsOutsideLayers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if not _mixes(name, args, kwargs):
+        # a DTensor that is cut up or rearranged by itself gets a gradient that is laid out otherwise than it
+        if not (mixes(name, args, kwargs) or (name in _REARRANGEMENTS and _is_stored(args[0] if args else None))):
             return func(*args, **kwargs)
         self.was_needed = True
         if name == "embedding" and _is_split(args[1:2], 0) and len(args) <= 3 and not kwargs.keys() - {"padding_idx"}:
@@ -59,7 +65,7 @@ class WeightsOutsideLayers(TorchFunctionMode):
         return output if torch.is_grad_enabled() else gathered(output)
 
 
-def _mixes(name: str, args: Any, kwargs: Any) -> bool:
+def mixes(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a split weight meets other tensors in a function that no layer's rule covers."""
     stored = plain = False
     for value in _operands(args, kwargs):
@@ -100,8 +106,4 @@ def _writes(name: str) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    if not _is_stored(value):
-        return value
-    from torch.distributed.tensor import Replicate
-
-    return value.full_tensor(grad_placements=[Replicate()])
+    return whole_weight(value) if _is_stored(value) else value

@@ -64,6 +64,7 @@ class TensorPlan:
         size: ranks in one group.
         layers: the layers that are split.
         sequence: the blocks between whose layers activations are split by sequence.
+        handing_out: the blocks that return activations of split layers beside their hidden states.
         replicated: what stays whole on every rank, with the reason.
         total: number of parameters of the module.
         per_rank: number of parameters that a rank holds of it, at most.
@@ -73,6 +74,7 @@ class TensorPlan:
     size: int
     layers: tuple[LayerPlan, ...] = ()
     sequence: tuple[SequencePlan, ...] = ()
+    handing_out: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     total: int = 0
     per_rank: int = 0

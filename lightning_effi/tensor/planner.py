@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_effi.inspect import Block, find_blocks
+from lightning_effi.inspect import Block, find_all_blocks
 from lightning_effi.tensor.capture import BlockKind, capture_inputs
 from lightning_effi.tensor.decide import LayerGroup, decide, with_user_plan
 from lightning_effi.tensor.hints import Hints, read_hints
@@ -18,7 +18,7 @@ from lightning_effi.tensor.linear import linears
 from lightning_effi.tensor.plan import LayerPlan, SequencePlan, TensorPlan, asked_styles, stars
 from lightning_effi.tensor.probe import BlockProbe, Verdict
 from lightning_effi.tensor.sequence import hidden_states
-from lightning_effi.tensor.trace import trace_block
+from lightning_effi.tensor.trace import Trace, trace_block
 from lightning_effi.tensor.vocabulary import ends, plan_vocabulary
 
 
@@ -46,14 +46,18 @@ class Planner:
         Raises:
             ValueError: where nothing can be split, or a user's plan does not fit or gives wrong numbers.
         """
-        blocks = find_blocks(module)
+        blocks = find_all_blocks(module)
         outside = self._refuse_unknown_names(module, blocks)
         hints = read_hints(module)
         layers: list[LayerPlan] = []
         dims: dict[str, int] = {}
+        handing_out: list[str] = []
         whole: list[str] = list(hints.unknown)
         for kind in capture_inputs(module, blocks, step, args, kwargs):
-            found, left = self._plan_kind(kind, hints)
+            trace = trace_block(kind.blocks[0].module, *_fresh(kind))
+            found, left = self._plan_kind(kind, trace, hints)
+            if any(layer.name in leaf and layer.style != "row" for layer in found for leaf in trace.outputs):
+                handing_out += [block.name for block in kind.blocks]
             name = _pattern(kind)
             whole += [f"{name}: {reason}" for reason in left]
             layers += [layer.below(block.name) for block in kind.blocks for layer in found]
@@ -72,7 +76,9 @@ class Planner:
         but = f" but {', '.join(layer.name for layer in found)}" if found else ""
         whole.append(f"everything outside the blocks{but}")
         counts = _count(module, layers, self.mesh.size())
-        return TensorPlan(self.mesh.size(), tuple(layers), _sequence(blocks, dims), tuple(whole), *counts)
+        return TensorPlan(
+            self.mesh.size(), tuple(layers), _sequence(blocks, dims), tuple(handing_out), tuple(whole), *counts
+        )
 
     def _plan_vocabulary(
         self, module: nn.Module, blocks: Sequence[Block], asked: Mapping[str, str]
@@ -86,9 +92,8 @@ class Planner:
             )
         return [], ["embeddings and output layers, which a pipeline leaves whole"]
 
-    def _plan_kind(self, kind: BlockKind, hints: Hints) -> tuple[list[LayerPlan], list[str]]:
+    def _plan_kind(self, kind: BlockKind, trace: Trace, hints: Hints) -> tuple[list[LayerPlan], list[str]]:
         first = kind.blocks[0]
-        trace = trace_block(first.module, *_fresh(kind))
         groups, whole = decide(first.module, trace, self.mesh.size(), hints.inside(first.name, first.module))
         asked = self._asked(first.name, first.module)
         groups = with_user_plan(groups, first.name, first.module, asked, self.mesh.size())
@@ -136,18 +141,25 @@ class Planner:
         """The part of a group that passes the probe, and why the rest does not."""
         current: LayerGroup | None = group
         reasons: list[str] = []
+        unpacked: dict[str, str] = {}  # the layers that are not taken for packed any more, with the reason
         while current is not None:
             verdict = probe.judge(current.layers)
             if verdict.gathers:
                 reasons.append(f"activations of {current.name}: gathered for {', '.join(verdict.gathers)}")
             if verdict.passed:
                 return current, "; ".join(reasons)
-            columns = {layer.name for layer in current.layers if layer.style == "column"}
-            if not verdict.sources or not verdict.sources & columns:
+            guilty = verdict.sources & {layer.name for layer in current.layers}
+            if not guilty:
                 reasons.append(f"{current.name}: {verdict.reason}")
                 return None, "; ".join(reasons)
-            reasons.append(f"{', '.join(sorted(verdict.sources & columns))}: {verdict.reason}")
-            current = current.without(verdict.sources)
+            packed = {layer.name for layer in current.layers if layer.name in guilty and len(layer.pieces) > 1}
+            if packed and packed == guilty:
+                unpacked |= dict.fromkeys(packed, verdict.reason)
+                current = current.unpacked(packed)
+                continue
+            reason = next((unpacked[name] for name in sorted(guilty) if name in unpacked), verdict.reason)
+            reasons.append(f"{', '.join(sorted(guilty))}: {reason}")
+            current = current.without(guilty)
         return None, "; ".join(reasons)
 
     def _require(self, probe: BlockProbe, groups: list[LayerGroup], name: str) -> tuple[LayerPlan, ...]:

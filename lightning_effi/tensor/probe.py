@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_effi.diagnose.compare import compare_tensors
-from lightning_effi.diagnose.probe import NoDropout, copied
+from lightning_effi.diagnose.probe import NoDropout, copied, same_randomness
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.tensor.apply import AppliedPlan
+from lightning_effi.tensor.outside import mixes
 from lightning_effi.tensor.plan import LayerPlan, SequencePlan
 from lightning_effi.tensor.rules import on_gather
 from lightning_effi.tensor.split import CannotSplitError, gathered
@@ -58,7 +60,7 @@ class BlockProbe:
         self._device_type = next(block.parameters()).device.type
         self._mesh = mesh
         self._agreement = Agreement(control_group)
-        self._expected = self._run(self._block)
+        self._expected = self._run(copied(self._block))  # a run may change buffers
 
     def judge(self, layers: Sequence[LayerPlan], sequence_dim: int | None = None) -> Verdict:
         """Try a splitting; the same verdict on all ranks.
@@ -69,6 +71,7 @@ class BlockProbe:
         """
         parallel = copied(self._block)
         AppliedPlan(parallel, layers, self._mesh, () if sequence_dim is None else (SequencePlan("", sequence_dim),))
+        names = {id(p): layer.name for layer in layers for p in parallel.get_submodule(layer.name).parameters()}
         gathers: dict[str, None] = {}
         gathers_sequence: dict[str, None] = {}
 
@@ -76,7 +79,7 @@ class BlockProbe:
             (gathers if sources or sequence_dim is None else gathers_sequence)[name] = None
 
         try:
-            with on_gather(note):
+            with on_gather(note), _NoOtherUse(names):
                 actual = self._run(parallel)
         except CannotSplitError as error:  # follows from shapes alone, so that all ranks see it at the same place
             return Verdict(False, str(error), error.sources)
@@ -89,7 +92,8 @@ class BlockProbe:
         return Verdict(True, gathers=tuple(gathers), gathers_sequence=tuple(gathers_sequence))
 
     def _run(self, block: nn.Module) -> dict[str, Tensor]:
-        with torch.enable_grad(), NoDropout(), torch.autocast(self._device_type, enabled=False):
+        no_autocast = torch.autocast(self._device_type, enabled=False)
+        with torch.enable_grad(), NoDropout(), no_autocast, same_randomness(block):
             return self._run_precisely(block)
 
     def _run_precisely(self, block: nn.Module) -> dict[str, Tensor]:
@@ -109,6 +113,21 @@ class BlockProbe:
                 full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
                 found[f"gradient of {name}"] = full.detach()
         return found
+
+
+class _NoOtherUse(TorchFunctionMode):
+    """Inside, a split weight that meets whole tensors is an error that names its layer, by the ids in ``names``."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if mixes(getattr(func, "__name__", ""), args, kwargs):
+            used = {self._names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._names}
+            raise CannotSplitError("its weight is used otherwise than in a product with its input", frozenset(used))
+        return func(*args, **kwargs)
 
 
 def _precise(block: nn.Module) -> nn.Module:

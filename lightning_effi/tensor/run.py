@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +49,7 @@ class TensorRun:
         self._uses = UsesOfLogits()
         self._steps = 0
         self._fastpath = True
+        self._eagerly = ExitStack()
         self.is_pending = False
 
     @property
@@ -65,6 +68,15 @@ class TensorRun:
         # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        # torch.compile cannot look into split tensors; recomputation in backward must not meet it either. Where nothing
+        # was compiled its frontend need not even be imported.
+        if "torch._dynamo" in sys.modules:
+            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+        if compiled := [name or type(module).__name__ for name, m in module.named_modules() if _compat.is_compiled(m)]:
+            rank_zero_info(
+                f"tensor parallelism: what the module compiles itself ({compiled[0]}"
+                f"{f' and {len(compiled) - 1} more' if len(compiled) > 1 else ''}) runs without torch.compile"
+            )
         self.is_pending = True
 
     def plan(self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any) -> TensorPlan:
@@ -86,7 +98,14 @@ class TensorRun:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
         _compat.read_scalars_globally()
         _compat.log_scalars_globally()
-        self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"], plan.sequence)
+        self._applied = AppliedPlan(
+            module,
+            plan.layers,
+            self._strategy.device_mesh["tp"],
+            plan.sequence,
+            plan.handing_out,
+            whole_outputs=self._strategy.layout.pipeline > 1,  # what crosses a boundary is whole
+        )
         self._outside = WeightsOutsideLayers(self._applied.group)
         self._uses = UsesOfLogits(layer.name for layer in plan.layers if layer.style == "vocab")
         self.is_pending = False
@@ -117,6 +136,7 @@ class TensorRun:
 
     def undo(self) -> None:
         """Make the module whole again; all ranks must call this."""
+        self._eagerly.close()
         if self.is_wanted:
             torch.backends.mha.set_fastpath_enabled(self._fastpath)
             if self._strategy.lightning_module is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_effi import _compat
-from lightning_effi.tensor.collectives import TensorGroup, gather, share, take
+from lightning_effi.tensor.collectives import TensorGroup, exchange, gather, share, take
 
 
 class CannotSplitError(ValueError):
@@ -154,11 +154,29 @@ def aligned(tensor: Tensor, split: Split, from_right: int) -> Tensor:
     """
     if isinstance(tensor, SplitTensor):
         return tensor
-    refuse_stored(tensor, split)
     position = tensor.dim() - from_right
+    if hasattr(tensor, "device_mesh"):
+        return _stored_part(tensor, split, position)
     if position >= 0 and tensor.shape[position] == split.size and split.size > 1:
         return take(tensor, position, split.pieces, split.group)
     return share(tensor, split.group)
+
+
+def whole_weight(parameter: Any) -> Tensor:
+    """A parameter that is stored in parts, for a computation that every rank does whole."""
+    from torch.distributed.tensor import Replicate
+
+    whole: Tensor = parameter.full_tensor(grad_placements=[Replicate()])
+    return whole
+
+
+def _stored_part(parameter: Any, split: Split, dim: int) -> Tensor:
+    """What fits a split tensor of a parameter that is stored in parts: a bias that a layer's class adds by itself."""
+    [placement] = parameter.placements
+    if not placement.is_shard(dim) or parameter.shape[dim] != split.size:
+        refuse_stored(parameter, split)
+    local: Tensor = parameter.to_local()
+    return local if split.is_contiguous else exchange(local, dim, split.pieces, split.group)
 
 
 def refuse_stored(tensor: Any, split: Split) -> None:

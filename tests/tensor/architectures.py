@@ -218,3 +218,52 @@ _CASES = (
 )  # fmt: skip
 
 ARCHITECTURES: dict[str, ModelCase] = {case.name: case for case in _CASES}
+
+
+def family(model: str, sizes: dict[str, Any], config: str = "", implementation: str = "eager", **settings: Any) -> Any:
+    """A model of transformers by its class's name, from tiny sizes without dropout."""
+    import transformers
+
+    name = config or model.partition("For")[0]
+    tiny = {**_SIZES, "attention_dropout": 0.0, "hidden_dropout": 0.0, **sizes}
+    configuration = getattr(transformers, f"{name}Config")(**tiny)
+    return LanguageModel(
+        getattr(transformers, model)._from_config(configuration, attn_implementation=implementation), **settings
+    )
+
+
+def _family(name: str, model: str, **sizes: Any) -> ModelCase:
+    settings = {"model": model, "sizes": sizes}
+    return ModelCase(name, f"{_HERE}:family", _TEXT, "", settings, ("transformers",))
+
+
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_SEQUENCES: dict[str, Any] = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0, "init_std": 0.1, "decoder_start_token_id": 1,
+    "forced_eos_token_id": None,
+}  # fmt: skip
+# Each with a habit: attention weights among a block's outputs (bloom, mpt), a class of its own for linear layers
+# (falcon), one block called many times (albert), a table handed to the blocks (deberta), tables of positions that are
+# called with a shape (pegasus), groups of heads in one projection (falcon), a norm for each head (stablelm).
+FAMILIES: dict[str, ModelCase] = {
+    case.name: case
+    for case in (
+        _family("bloom", "BloomForCausalLM", n_layer=2, n_head=4),
+        _family("mpt", "MptForCausalLM", d_model=32, n_heads=4, n_layers=2, max_seq_len=16),
+        _family("falcon-groups", "FalconForCausalLM", new_decoder_architecture=True, num_kv_heads=2),
+        _family("falcon-alibi", "FalconForCausalLM", new_decoder_architecture=False, multi_query=False, alibi=True,
+                parallel_attn=False, bias=True),
+        _family("falcon-one-key", "FalconForCausalLM", new_decoder_architecture=False, multi_query=True),
+        _family("albert", "AlbertForMaskedLM", embedding_size=16, **_NO_DROPOUT),
+        _family("deberta", "DebertaForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"],
+                type_vocab_size=0, **_NO_DROPOUT),
+        _family("deberta-v2", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["p2c", "c2p"],
+                share_att_key=True, position_buckets=4, norm_rel_ebd="layer_norm", type_vocab_size=0, **_NO_DROPOUT),
+        _family("pegasus", "PegasusForConditionalGeneration", **_SEQUENCES),
+        _family("stablelm", "StableLmForCausalLM", num_key_value_heads=2, qk_layernorm=True),
+        _family("mixtral", "MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4, output_router_logits=True),
+        _family("gpt-neo", "GPTNeoForCausalLM", num_layers=2, num_heads=4, window_size=4, resid_dropout=0.0,
+                attention_types=[[["global", "local"], 1]], embed_dropout=0.0),
+    )
+}  # fmt: skip

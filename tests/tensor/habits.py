@@ -277,6 +277,66 @@ class InnerMethods(Validated):
         self.log("val_loss_epoch", self.loss(batch), sync_dist=True, batch_size=len(batch))
 
 
+class Projection(nn.Linear):
+    """A class of its own for a linear layer, which writes the product and the sum by hand."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weight.T
+        return x if self.bias is None else x + self.bias
+
+
+class Positions(nn.Embedding):
+    """Is called with the shape of a batch, and looks its rows up itself."""
+
+    def forward(self, shape: torch.Size, past: int = 0) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.arange(past, past + shape[1], device=self.weight.device))
+
+
+class WeighingBlock(nn.Module):
+    """Remembers its attention weights, gives them to whoever called it, and looks at a table of relative positions."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = Projection(width, 3 * width), Projection(width, width)
+        self.relative = nn.utils.parametrizations.weight_norm(nn.Linear(width, width, bias=False))
+        self.up, self.down = Projection(width, 2 * width), Projection(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        rows, length, width = x.shape
+        q, k, v = (t.view(rows, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        relative = self.relative(table).view(len(table), self.heads, -1).transpose(0, 1)
+        index = torch.arange(length)[:, None] - torch.arange(length) + length - 1
+        towards = torch.gather(q @ relative.mT, -1, index.expand(rows, self.heads, -1, -1))
+        self.seen = weights = ((q @ k.mT + towards) / math.sqrt(q.shape[-1])).softmax(dim=-1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x)))), weights
+
+
+class SharedBlock(Validated):
+    """One block in a list, called three times; the loss looks at the attention of some heads."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        width = 16
+        self.embedding, self.positions = nn.Embedding(VOCABULARY, width), Positions(CONTEXT, width)
+        self.table = nn.Embedding(2 * CONTEXT, width)
+        self.layers = nn.ModuleList([WeighingBlock(width, 4)])
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        tokens, sharpness = batch[:, :-1], torch.zeros(())
+        x = self.embedding(tokens) + self.positions(tokens.shape)
+        for _ in range(3):
+            x, weights = self.layers[0](x, self.table.weight[1:])
+            sharpness = sharpness + weights[:, 1:3].square().mean()
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten()) + sharpness
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss_epoch", self.loss(batch), sync_dist=True, batch_size=len(batch))
+
+
 class Generated(pl.Callback):
     """What the module generated in validation, as an observation."""
 

@@ -18,6 +18,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "sequence-first": habits.PixelGPT,
     "sequence-first-classifier": habits.classifying_pixels,
     "inner-methods": habits.InnerMethods,
+    "shared-block": habits.SharedBlock,
 }
 GENERATE = ("own-loss-on-logits", "inner-methods")
 

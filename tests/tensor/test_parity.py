@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness import ADAMW_FP64, SGD_FP32, Bounds, Training, run, run_reference, train_and_assert_parity
 from tests.models import MODELS, ModelCase
-from tests.tensor.architectures import ARCHITECTURES
+from tests.tensor.architectures import ARCHITECTURES, FAMILIES
 
 # Learning rate: half the usual length, since each step makes the rounding of split sums grow, up to tenfold.
 SHORT_STEPS = 0.25
@@ -18,7 +18,7 @@ EVERYTHING: dict[str, ModelCase] = {**MODELS, **ARCHITECTURES}
 def train_and_compare(
     model: str, world_size: int = 2, tensor: int = 2, bounds: Bounds = SGD_FP32, zero_stage: int = 2, **settings: Any
 ) -> None:
-    case = EVERYTHING[model]
+    case = {**EVERYTHING, **FAMILIES}[model]
     if case.missing:
         pytest.skip(f"needs {', '.join(case.missing)}")
     strategy = {"tensor_parallel_size": tensor, "zero_stage": zero_stage}
@@ -32,6 +32,18 @@ def train_and_compare(
 @pytest.mark.parametrize("model", EVERYTHING)
 def test_two_ranks_equal_single_process(model: str) -> None:
     train_and_compare(model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", FAMILIES)
+def test_families_equal_single_process(model: str) -> None:
+    train_and_compare(model, learning_rate=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["bloom", "falcon-groups", "albert"])
+def test_families_on_sharded_parameters_equal_single_process(model: str) -> None:
+    train_and_compare(model, world_size=4, zero_stage=3, learning_rate=0.05)
 
 
 ON_FOUR = ("gpt-tied", "encoder", "llama", "llama-kv1-sdpa", "t5", "six-heads")

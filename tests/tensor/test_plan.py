@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +33,7 @@ class Gated(nn.Module):
 
 
 class Escaping(nn.Module):
-    """Returns what the first layer computed beside what the second makes of it."""
+    """Returns hidden states in which the first layer has a share, beside what the second makes of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Escaping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.first(x).relu()
-        return self.second(hidden), hidden
+        return self.second(hidden), x + hidden
 
 
 class Normed(nn.Module):
@@ -52,6 +54,41 @@ class Normed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.first(x)
         return x + self.second(x)
+
+
+class Cut(nn.Module):
+    """Its first layer's output is cut up by ``cut``."""
+
+    def __init__(self, width: int, cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+        super().__init__()
+        self.first, self.second, self.cut = nn.Linear(16, width), nn.Linear(8, 16), cut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.cut(self.first(x))
+        return x + self.second(sum(part.flatten(2)[..., :8] for part in parts))
+
+
+# name → (outputs of the layer, how they are cut up, the pieces)
+CUTS: dict[str, tuple[int, Callable[[torch.Tensor], Sequence[torch.Tensor]], tuple[int, ...]]] = {
+    "chunk": (24, lambda y: y.chunk(3, dim=-1), (8, 8, 8)),
+    "slices": (24, lambda y: (y[:, :, :8], y[:, :, 8:16], y[:, :, -8:]), (8, 8, 8)),
+    "slices of the end": (24, lambda y: (y[..., :-16], y[..., -16:-8], y[..., -8:]), (8, 8, 8)),
+    "narrow": (24, lambda y: [y.narrow(-1, start, 8) for start in (0, 8, 16)], (8, 8, 8)),
+    "pieces of pieces": (32, lambda y: (y[..., :8], *y[..., 8:].split([8, 16], -1)[1].chunk(2, -1)), (8, 8, 8, 8)),
+    "view": (24, lambda y: y.view(2, 5, 3, 8).unbind(2), (8, 8, 8)),
+    "view of heads": (24, lambda y: list(y.view(2, 5, 3, 2, 4).permute(2, 0, 1, 3, 4)), (8, 8, 8)),
+    "groups of heads": (32, lambda y: (y.view(2, 5, 8, 4)[:, :, :4], y.view(2, 5, 8, 4)[:, :, 4:6]), (16, 8, 8)),
+    "glu": (16, lambda y: (nn.functional.glu(y),), (8, 8)),
+    "heads only": (24, lambda y: (y.view(2, 5, 3, 8).transpose(1, 2).transpose(1, 2),), (24,)),
+    "within heads": (24, lambda y: y.view(2, 5, 2, 12).chunk(3, dim=-1), (24,)),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_pieces_follow_from_how_outputs_are_cut(name: str) -> None:
+    width, cut, pieces = CUTS[name]
+    found = trace_block(Cut(width, cut), (torch.randn(2, 5, 16),), {}).pieces.get("first", (width,))
+    assert found == pieces
 
 
 def test_packed_attention_and_mlp_are_recognised() -> None:

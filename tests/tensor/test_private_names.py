@@ -73,3 +73,18 @@ def count_in_groups() -> tuple[float, float, bool]:
 
 def test_metrics_add_up_over_their_group_only() -> None:
     assert run_distributed(count_in_groups, 2) == [(1.0, 2.0, True)] * 2
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_compiled_modules_are_recognised() -> None:
+    whole, in_place, forward, plain = (Doubled(2, 2) for _ in range(4))
+    in_place.compile(backend="eager")
+    forward.forward = torch.compile(forward.forward, backend="eager")  # type: ignore[method-assign]
+    wrapped = torch.compile(whole, backend="eager")
+    assert [_compat.is_compiled(module) for module in (wrapped, in_place, forward)] == [True] * 3
+    assert not _compat.is_compiled(plain)
+    assert _compat.compiled_forward(forward).__self__ is forward

@@ -371,19 +371,30 @@ def test_user_plan_is_carried_out() -> None:
 
 
 class ByHand(GPT):
-    """Manual optimization, and a moving average that is a copy of the module."""
+    """Manual optimization of two optimizers in turn, and a moving average that is a copy of the module.
+
+    One list of blocks is not used in training.
+    """
 
     def __init__(self) -> None:
-        super().__init__(optimizer="sgd")
+        super().__init__(optimizer="sgd", tied=False)
         self.automatic_optimization = False
+        self.unused = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))])
         self.average: list[nn.Module] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        self.clip_gradients(optimizer, 0.1, "norm")
-        optimizer.step()
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        inner = {id(parameter) for parameter in self.blocks.parameters()}
+        others = [parameter for parameter in self.parameters() if id(parameter) not in inner]
+        return [torch.optim.SGD(parameters, lr=0.5) for parameters in (self.blocks.parameters(), others)]
 
     def on_train_batch_end(self, *_: Any) -> None:
         if not self.average:

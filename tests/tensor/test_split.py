@@ -29,6 +29,14 @@ def attention(x: Tensor, other: Tensor) -> Tensor:
     return (q @ k.mT / 3).softmax(-1) @ v
 
 
+def written(x: Tensor, other: Tensor) -> Tensor:
+    """Parts of a new tensor are filled in, one of them for all heads."""
+    both = x.new_empty(*x.shape[:-1], 2 * DEPTH)
+    both[..., :DEPTH].copy_(x)
+    both[..., DEPTH:].copy_(other)
+    return both * x.new_full(both.shape, 2.0)
+
+
 # name → function of (split activations [ROWS, LENGTH, WIDTH], replicated activations of the same shape)
 WITHOUT_GATHERING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add": lambda x, y: x + y,
@@ -84,15 +92,30 @@ WITHOUT_GATHERING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "zeros": lambda x, y: torch.zeros_like(x) + x.new_ones(x.shape) * x,
     "movedim": lambda x, y: heads(x).movedim(1, -1),
     "squeeze": lambda x, y: heads(x)[:, :, :1].squeeze(2),
+    "mean of heads": lambda x, y: heads(x).mean(dim=1),
+    "rms of all": lambda x, y: x * x.pow(2).mean(-1, keepdim=True).rsqrt() * y[0, 0],
+    "sum of heads": lambda x, y: heads(x).sum(dim=(1, 3)),
+    "baddbmm": lambda x, y: torch.baddbmm(
+        heads(y).flatten(0, 1)[..., :1], heads(x).flatten(0, 1), heads(x).flatten(0, 1).mT, beta=0.5, alpha=2.0
+    ),
+    "cat of parts": lambda x, y: torch.cat([x, y], dim=-1),
+    "glu of rows": lambda x, y: F.glu(x, 0),
+    "normalize": lambda x, y: F.normalize(heads(x), dim=-1),
+    "pad": lambda x, y: F.pad(heads(x), (1, 0, 0, 2)),
+    "repeat": lambda x, y: x.repeat(2, 1, 2),
+    "gather": lambda x, y: torch.gather(heads(x), -1, (heads(y) > 0).long()),
+    "topk": lambda x, y: heads(x).topk(2, dim=-1).values,
+    "max of two": lambda x, y: torch.max(x, y),
+    "max": lambda x, y: heads(x).max(dim=-1).values,
+    "written": lambda x, y: written(heads(x), heads(y)[:, :1]),
+    "whole type": lambda x, y: y.double().type_as(x) * x.to(y),
 }  # fmt: skip
 BY_GATHERING: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "norm of all": lambda x, y: F.layer_norm(x, (WIDTH,)),
     "softmax of all": lambda x, y: x.softmax(-1),
     "sum of all": lambda x, y: x.sum(),
-    "mean of heads": lambda x, y: heads(x).mean(dim=1),
     "cumulative": lambda x, y: x.cumsum(-1),
     "index": lambda x, y: x[torch.arange(ROWS), 0],
-    "cat of parts": lambda x, y: torch.cat([x, y], dim=-1),
     "topk": lambda x, y: x.topk(3, dim=-1).values,
     "glu": lambda x, y: F.glu(x),
 }
@@ -182,6 +205,16 @@ def split_pieces() -> None:
         compare(lambda x, y, p=pieces: x[..., p[0] : p[0] + p[1]] + y[..., : p[1]], pieces, False)
         compare(lambda x, y: x * y, pieces, False)
     compare(lambda x, y: x.chunk(3, dim=-1)[2], (8, 8, 8), False)
+    compare(lambda x, y: F.glu(x), (8, 8), False)
+    # a batch of one row: heads folded into it come apart again, or together
+    compare(lambda x, y: x[:1].view(LENGTH, HEADS, DEPTH).reshape(LENGTH, 1, WIDTH),
+            (WIDTH,), False)  # fmt: skip
+    compare(lambda x, y: x[:1].view(LENGTH, HEADS, DEPTH).view(LENGTH, 1, HEADS, DEPTH), (WIDTH,), False)
+    compare(
+        lambda x, y: x[0].view(LENGTH, HEADS, DEPTH).transpose(0, 1).reshape(1, HEADS, LENGTH, DEPTH), (WIDTH,), False
+    )
+    compare(lambda x, y: x.view(ROWS, LENGTH, 8, 2)[:, :, :4].flatten(2), (8, 4, 4), False)
+    compare(lambda x, y: x.view(ROWS, LENGTH, 8, 2).flatten(2)[..., 8:12], (8, 4, 4), False)
     compare(lambda x, y: x.view(ROWS, LENGTH, 3, 4, 2).permute(2, 0, 3, 1, 4)[1], (8, 8, 8), False)
     compare(lambda x, y: x.view(ROWS * LENGTH, -1).view(ROWS, LENGTH, -1), (8, 4, 4), False)
 
@@ -241,6 +274,7 @@ def refuse(case: Callable[[Tensor], Any], message: str) -> None:
 def refuse_all() -> None:
     refuse(lambda x: x.view(ROWS, LENGTH, DEPTH, HEADS), "5 heads are not divisible by tensor_parallel_size=2")
     refuse(lambda x: x.view(ROWS, LENGTH, 1, WIDTH), "1 head is not divisible")
+    refuse(lambda x: torch.zeros(x.shape).copy_(x), "writes into a tensor")
     refuse(lambda x: x.chunk(4, dim=-1), "not its pieces")
     refuse(lambda x: x[..., :3], "not one of its pieces")
     refuse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_effi.inspect import describe_parameters, find_blocks
+from lightning_effi.inspect import describe_parameters, find_all_blocks, find_blocks
 
 LARGE = 1 << 8  # a Linear of this width has at least 2**16 parameters
 
@@ -56,6 +56,46 @@ def test_module_that_stands_in_the_tree_twice_is_no_block() -> None:
     root.layers = nn.ModuleList([shared, layer(), layer()])
     root.again = shared
     assert names(root) == ["layers.1", "layers.2"]
+
+
+def all_names(root: nn.Module) -> list[str]:
+    return [block.name for block in find_all_blocks(root)]
+
+
+def test_all_blocks_are_those_that_stand_twice_as_well() -> None:
+    shared = layer()
+    root = nn.Module()
+    root.layers = nn.ModuleList([shared, layer(), shared])
+    root.again = shared
+    assert all_names(root) == ["layers.0", "layers.1"]
+
+
+def test_all_blocks_are_the_only_ones_of_their_lists_as_well() -> None:
+    root = nn.Module()
+    root.outer, root.layers = nn.ModuleList([nn.ModuleList([layer()])]), nn.ModuleList([layer()])
+    assert names(root) == []
+    assert all_names(root) == ["outer.0.0", "layers.0"]
+
+
+def test_all_blocks_are_children_of_one_class_where_there_are_no_lists() -> None:
+    root = nn.Module()
+    root.first, root.second, root.head = layer(), layer(), nn.Linear(8, 2)
+    assert all_names(root) == ["first", "second"]
+    root.layers = nn.ModuleList([layer(), layer()])
+    assert all_names(root) == ["layers.0", "layers.1"]
+
+
+def test_all_blocks_may_share_parameters_with_each_other_only() -> None:
+    root = nn.Module()
+    root.layers = nn.ModuleList([layer(), layer(), layer(), layer()])
+    root.layers[1].linear1.weight = root.layers[0].linear1.weight
+    root.layers[2].self_attn = root.layers[3].self_attn
+    assert names(root) == []
+    assert len(all_names(root)) == 4
+    root.head = nn.Linear(8, 16)
+    root.head.weight = root.layers[0].linear1.weight
+    root.layers[3].linear2.bias = root.layers[2].linear1.bias
+    assert all_names(root) == []
 
 
 def test_module_that_shares_a_parameter_with_another_is_no_block() -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_effi import _compat
 from lightning_effi.tensor.collectives import take
@@ -44,7 +45,7 @@ _PASSED = frozenset(
     {"dim", "is_contiguous", "is_floating_point", "is_complex", "element_size", "get_device", "type",
      "requires_grad_", "retain_grad", "backward", "is_inference", "is_nonzero", "__hash__", "__format__",
      "has_names", "__repr__", "is_same_size", "_is_view", "storage_offset", "stride", "data_ptr", "is_pinned",
-     "result_type", "is_tensor", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
+     "result_type", "is_tensor", "new_tensor"}
 )  # fmt: skip
 _SHAPE_GETTERS = frozenset({"shape"})
 _RULE_GETTERS = frozenset({"T", "mT", "real", "imag"})
@@ -100,6 +101,9 @@ def _on_wholes(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
         raise CannotSplitError(f"'{name}' writes into a tensor that is split", sources)
     if kwargs.get("out") is not None:
         raise CannotSplitError(f"'{name}' writes into a tensor that is split", sources)
+    is_stored = any(hasattr(leaf, "device_mesh") for leaf in tree_leaves((args, kwargs)))
+    if is_stored and not all(tensor.placement.yields for tensor in operands):
+        raise CannotSplitError(f"'{name}' uses a weight that is split in another way than a product", sources)
     for listener in _listeners:
         listener(name, sources)
     if target is not None:

@@ -25,8 +25,8 @@ _NAMES = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__ __div__ __floordiv__ __pow__
     __rpow__ __mod__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __gt__ __ge__ __lt__ __le__ __and__ __or__ __xor__
     __rand__ __ror__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__
-    add_ sub_ mul_ div_ neg_ exp_ sigmoid_ tanh_ relu_ clamp_ clamp_min_ clamp_max_ masked_fill_ zero_ fill_
-    to type float double half bfloat16 bool int long type_as contiguous clone detach cpu cuda
+    add_ sub_ mul_ div_ neg_ exp_ sigmoid_ tanh_ relu_ clamp_ clamp_min_ clamp_max_ masked_fill_ zero_ fill_ copy_
+    type float double half bfloat16 bool int long contiguous clone detach cpu cuda
     zeros_like ones_like full_like empty_like alias
 """.split()  # noqa: SIM905
 # fmt: on
@@ -42,6 +42,10 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if not cut:
         return _rewrapped(func(*args, **kwargs), operands[0].placement, args)
     first = cut[0]
+    name = getattr(func, "__name__", "")
+    # a part of what is whole would be written to a copy of it, which nobody keeps
+    if name.endswith("_") and not name.endswith("__") and not any(args[0] is t for t in cut):
+        return fall_back(func, args, kwargs)
     split = merged(cut)
     from_right = _from_right(first)
     if any(_from_right(t) != from_right or t.placement.pieces != split.pieces for t in cut):
@@ -58,6 +62,18 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         # than a sum over ranks, and there a difference of 1e-8 is one
         return fall_back(func, args, kwargs)
     return _rewrapped(output, split.at(output.dim() - from_right), args)
+
+
+def conversion(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.to(...)``, ``x.type_as(y)``: of another tensor only the type is asked."""
+    if not any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
+        return elementwise(func, args, kwargs)
+    converted = func(*tree_map(_local, args), **tree_map(_local, kwargs))
+    return wrap(converted, args[0].placement) if isinstance(args[0], SplitTensor) else converted
+
+
+def _local(leaf: Any) -> Any:
+    return leaf.as_subclass(Tensor) if isinstance(leaf, SplitTensor) else leaf
 
 
 def random_elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,4 +102,8 @@ def _rewrapped(output: Any, split: Split, args: tuple[Any, ...]) -> Any:
     return wrap(output, split)
 
 
-RULES: dict[str, Any] = dict.fromkeys(_NAMES, elementwise) | dict.fromkeys(_RANDOM, random_elementwise)
+RULES: dict[str, Any] = (
+    dict.fromkeys(_NAMES, elementwise)
+    | dict.fromkeys(["to", "type_as"], conversion)
+    | dict.fromkeys(_RANDOM, random_elementwise)
+)

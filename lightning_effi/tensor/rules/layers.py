@@ -19,7 +19,7 @@ Kwargs = dict[str, Any]
 def linear(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``F.linear(input, weight [out, in], bias)``."""
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-    return _layer(given["input"], given["weight"], given.get("bias"), out_dim=0, product=_linear)
+    return layer(given["input"], given["weight"], given.get("bias"), out_dim=0, product=_linear)
 
 
 def addmm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -29,14 +29,15 @@ def addmm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 3 or kwargs or not isinstance(args[1], SplitTensor):
         return fall_back(func, args, kwargs)
     bias, tensor, weight = args
-    return _layer(tensor, weight, bias, out_dim=1, product=torch.matmul)
+    return layer(tensor, weight, bias, out_dim=1, product=torch.matmul)
 
 
 def _linear(tensor: Tensor, weight: Tensor) -> Tensor:
     return F.linear(tensor, weight)
 
 
-def _layer(tensor: Any, weight: Any, bias: Any, *, out_dim: int, product: Callable[[Tensor, Tensor], Tensor]) -> Any:
+def layer(tensor: Any, weight: Any, bias: Any, *, out_dim: int, product: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """A linear layer whose weight holds its outputs in ``out_dim``, and ``product(input, weight)``."""
     if not isinstance(tensor, SplitTensor):
         raise CannotSplitError("a weight was computed from split activations", frozenset())
     split = tensor.placement
@@ -49,9 +50,11 @@ def _layer(tensor: Any, weight: Any, bias: Any, *, out_dim: int, product: Callab
         weight, bias = share_all([_plain(weight, split), _plain(bias, split)], split.group)
         return wrap(product(tensor, weight) + bias, split)
     if hasattr(weight, "device_mesh"):
-        if not split.is_contiguous:
-            raise CannotSplitError("the input of a row-wise layer is packed", split.sources)
+        if not split.is_even:
+            raise CannotSplitError("the input of a row-wise layer consists of parts of different sizes", split.sources)
         local = weight.to_local()
+        if not split.is_contiguous:
+            local = exchange(local, 1 - out_dim, split.pieces, split.group)
     else:
         local = take(weight, 1 - out_dim, split.pieces, split.group)
     summand = product(tensor.as_subclass(Tensor), local)
@@ -67,7 +70,12 @@ def _column(
 ) -> Any:
     column = split.column
     if column is None or not hasattr(weight, "device_mesh"):
-        raise CannotSplitError("a whole layer stands where a column-wise one was planned", split.sources)
+        raise CannotSplitError(
+            "its weight is computed from its parameters (by a parametrization, say)"
+            if column
+            else "a whole layer stands where a column-wise one was planned",
+            frozenset({column.name}) if column else split.sources,
+        )
     output = product(tensor, stored_to_used(weight, out_dim, column, split.group))
     if bias is not None:
         is_stored = hasattr(bias, "device_mesh")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_effi.tensor.collectives import reduce
-from lightning_effi.tensor.rules.elementwise import merged
+from lightning_effi.tensor.rules.elementwise import elementwise, merged
+from lightning_effi.tensor.rules.layers import layer
 from lightning_effi.tensor.split import Split, SplitTensor, aligned, split_tensors, wrap
 
 Args = tuple[Any, ...]
@@ -23,6 +24,8 @@ def matmul(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     left, right = (*args, *kwargs.values())[:2]
     if func.__name__ in ("__rmatmul__",):
         left, right = right, left
+    if isinstance(left, SplitTensor) and hasattr(right, "device_mesh") and right.dim() == 2:
+        return layer(left, right, None, out_dim=1, product=torch.matmul)  # ``x @ self.weight.T``
     cut = [t for t in split_tensors(left, right) if t.placement.dim is not None]
     if not cut or left.dim() < 2 or right.dim() < 2 or len(args) + len(kwargs) > 2:
         return fall_back(func, args, kwargs)
@@ -44,6 +47,30 @@ def matmul(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if len(cut) == 2 and _from_right(left) == 1 and _from_right(right) == 2 and split.pieces == right.placement.pieces:
         return reduce(torch.matmul(left.as_subclass(Tensor), right.as_subclass(Tensor)), split.group)
     return fall_back(func, args, kwargs)
+
+
+def baddbmm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """``beta * input + alpha * (batch1 @ batch2)``, as its two operations."""
+    names = ("input", "batch1", "batch2")
+    given = dict(zip(names, args, strict=False)) | {"beta": 1, "alpha": 1} | kwargs
+    product = matmul(torch.bmm, (given["batch1"], given["batch2"]), {})
+    scaled = (
+        elementwise(torch.mul, (product, given["alpha"]), {})
+        if isinstance(product, SplitTensor)
+        else (product * given["alpha"])
+    )
+    if not given["beta"]:
+        return scaled
+    summand = given["input"]
+    operands = (scaled, summand)
+    if not split_tensors(operands):
+        return torch.add(scaled, summand * given["beta"])
+    weighted = (
+        elementwise(torch.mul, (summand, given["beta"]), {})
+        if isinstance(summand, SplitTensor)
+        else (summand * given["beta"])
+    )
+    return elementwise(torch.add, (scaled, weighted), {})
 
 
 def einsum(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -82,4 +109,5 @@ def _from_right(tensor: SplitTensor) -> int:
 
 RULES: dict[str, Any] = {
     "matmul": matmul, "__matmul__": matmul, "__rmatmul__": matmul, "bmm": matmul, "mm": matmul, "einsum": einsum,
+    "baddbmm": baddbmm,
 }  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_effi.tensor.collectives import share_all
+from lightning_effi.tensor.collectives import reduce, share_all
 from lightning_effi.tensor.rules.elementwise import elementwise
 from lightning_effi.tensor.split import SplitTensor, refuse_stored, wrap
 
@@ -46,6 +46,9 @@ def reduction(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         return fall_back(func, args, kwargs)
     split = tensor.placement
     dims = {d % tensor.dim() for d in ([dim] if isinstance(dim, int) else dim)}
+    if split.dim in dims and func.__name__ in ("sum", "mean") and tensor.is_floating_point() and split.is_even:
+        total = reduce(func(*args, **kwargs), split.group)  # of all parts, which are of one size
+        return total / split.group.size if func.__name__ == "mean" else total
     if split.dim is None or split.dim in dims or not dims:
         return fall_back(func, args, kwargs)
     output = func(*args, **kwargs)
@@ -53,6 +56,43 @@ def reduction(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         return fall_back(func, args, kwargs)
     dropped = 0 if output.dim() == tensor.dim() else sum(d < split.dim for d in dims)
     return wrap(output, split.at(split.dim - dropped))
+
+
+def extremes(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """``max``, ``topk`` and the like along a dim, which return values and indices; ``max`` of two tensors."""
+    from lightning_effi.tensor.rules import fall_back
+
+    tensor = args[0] if args else kwargs.get("input")
+    is_search = func.__name__ in ("topk", "kthvalue")
+    rest = [*args[1:], *(kwargs[key] for key in ("other",) if key in kwargs)]
+    if func.__name__ in ("max", "min") and rest and isinstance(rest[0], Tensor):
+        return elementwise(func, args, kwargs)
+    position = 2 if is_search else 1
+    dim = kwargs.get("dim", args[position] if len(args) > position else -1 if is_search or func.__name__ == "sort" else
+                     None)  # fmt: skip
+    if not isinstance(tensor, SplitTensor) or type(dim) is not int or tensor.placement.dim is None:
+        return fall_back(func, args, kwargs)
+    split = tensor.placement
+    assert split.dim is not None
+    dim %= tensor.dim()
+    if dim == split.dim:
+        return fall_back(func, args, kwargs)
+    found = func(*args, **kwargs)
+    dropped = int(found[0].dim() < tensor.dim() and dim < split.dim)
+    return type(found)([wrap(part, split.at(split.dim - dropped)) for part in found])
+
+
+def normalize(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """``F.normalize``."""
+    from lightning_effi.tensor.rules import fall_back
+
+    given = dict(zip(("input", "p", "dim", "eps", "out"), args, strict=False)) | kwargs
+    tensor, dim = given["input"], given.get("dim", 1)
+    if not isinstance(tensor, SplitTensor) or type(dim) is not int or given.get("out") is not None:
+        return fall_back(func, args, kwargs)
+    if dim % tensor.dim() == tensor.placement.dim:
+        return fall_back(func, args, kwargs)
+    return wrap(func(**given), tensor.placement)
 
 
 def normalisation(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -80,5 +120,6 @@ def normalisation(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 RULES: dict[str, Any] = (
     dict.fromkeys(_KEEP_SHAPE, along_dim)
     | dict.fromkeys(_REDUCE, reduction)
-    | {"layer_norm": normalisation, "rms_norm": normalisation}
+    | dict.fromkeys(["max", "min", "topk", "sort", "median", "kthvalue"], extremes)
+    | {"normalize": normalize, "layer_norm": normalisation, "rms_norm": normalisation}
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_effi.tensor.collectives import take
 from lightning_effi.tensor.rules.elementwise import elementwise, merged
 from lightning_effi.tensor.split import CannotSplitError, Split, SplitTensor, aligned, split_tensors, whole_shape, wrap
 
@@ -29,6 +30,19 @@ def numel(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
 
 def length(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
     return whole_shape(args[0])[0]
+
+
+def new(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """``x.new_empty(...)`` and the like: split as ``x`` where the sizes are those of the whole, to be written to."""
+    tensor, current = args[0], args[0].placement
+    rest = args[1:] if func.__name__ != "new_full" else args[1:2]
+    sizes = _sizes(rest) if rest else list(kwargs["size"])
+    if current.dim is None or len(sizes) != tensor.dim() or sizes[current.dim] != current.size:
+        return func(tensor.as_subclass(Tensor), *args[1:], **kwargs)
+    sizes[current.dim] = tensor.shape[current.dim]
+    behind = args[2:] if func.__name__ == "new_full" else ()
+    given = {key: value for key, value in kwargs.items() if key != "size"}
+    return wrap(func(tensor.as_subclass(Tensor), sizes, *behind, **given), current.at(current.dim))
 
 
 # -- views -----------------------------------------------------------------------------------------------------------
@@ -95,7 +109,9 @@ def _moved_split(split: Split, shape: Sequence[int], sizes: Sequence[int]) -> tu
     while reached * sizes[dim] <= before:
         reached *= sizes[dim]
         dim += 1
-    if dim and reached == before and sizes[dim - 1] == 1 and (not split.dim or shape[split.dim - 1] != 1):
+    # features become [1, features], which rows of one that come off other dims do not look like
+    is_last = split.dim == len(shape) - 1 and dim == len(sizes) - 1 and sizes[dim] == split.size
+    if is_last and dim and reached == before and sizes[dim - 1] == 1 and split.dim and shape[split.dim - 1] != 1:
         raise CannotSplitError(f"1 head is not divisible by tensor_parallel_size={split.group.size}", split.sources)
     outer, inner = before // reached, sizes[dim] // (before // reached)
     if before % reached or sizes[dim] % outer:
@@ -118,10 +134,24 @@ def _moved_pieces(split: Split, shape: Sequence[int], sizes: Sequence[int]) -> t
     assert split.dim is not None
     before, reached = math.prod(shape[: split.dim]), 1
     for dim, size in enumerate(sizes):
-        if reached == before and size == split.size:
-            return dim, split.pieces
+        if reached == before and size > 1:
+            pieces = _rescaled(split.pieces, size)
+            if size == split.size or (split.is_even and not any(piece % split.group.size for piece in pieces)):
+                return dim, pieces
         reached *= size
     raise CannotSplitError(f"a view to {tuple(sizes)} takes packed pieces apart", split.sources)
+
+
+def _rescaled(pieces: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The pieces of a dim of ``size`` that is made of that of ``pieces`` by taking it apart or joining it with more.
+
+    ``(1,)``, which no number of ranks divides, where it cuts across them.
+    """
+    total = sum(pieces)
+    if size % total == 0:
+        return tuple(piece * (size // total) for piece in pieces)
+    unit = total // size
+    return (1,) if total % size or any(piece % unit for piece in pieces) else tuple(piece // unit for piece in pieces)
 
 
 # -- order of dims ---------------------------------------------------------------------------------------------------
@@ -220,6 +250,49 @@ def as_complex(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return wrap(func(tensor), tensor.placement)
 
 
+def pad(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """``F.pad`` of other dims than the split one."""
+    from lightning_effi.tensor.rules import fall_back
+
+    tensor, widths = _bound(args, kwargs, ("pad",), (None,))
+    current = tensor.placement
+    padded = {tensor.dim() - 1 - index // 2 for index, width in enumerate(widths) if width}
+    if current.dim in padded:
+        return fall_back(func, args, kwargs)
+    return wrap(func(*args, **kwargs), current)
+
+
+def repeat(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Along the split dim all of it is repeated: as many pieces again."""
+    tensor, counts = args[0], _sizes(args[1:]) if len(args) > 1 else list(kwargs["repeats"])
+    current = tensor.placement
+    output = tensor.repeat(counts)
+    if current.dim is None:
+        return wrap(output, current)
+    dim = current.dim + len(counts) - tensor.dim()
+    if counts[dim] > 1 and not current.is_even:
+        raise CannotSplitError("parts of different sizes are repeated", current.sources)
+    return wrap(output, current.at(dim, current.pieces * counts[dim]))
+
+
+def pick(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """``gather`` along a dim that is not split; the indices are for all of the split dim."""
+    from lightning_effi.tensor.rules import fall_back
+
+    tensor, dim, index = _bound(args, kwargs, ("dim", "index"), (None, None))
+    if not isinstance(tensor, SplitTensor) or tensor.placement.dim is None or len(args) + len(kwargs) > 3:
+        return fall_back(func, args, kwargs)
+    current, dim = tensor.placement, dim % tensor.dim()
+    assert current.dim is not None
+    if isinstance(index, SplitTensor):
+        fits = (index.placement.dim, index.placement.pieces) == (current.dim, current.pieces)
+    else:
+        fits = index.shape[current.dim] == current.size
+    if dim == current.dim or not fits:
+        return fall_back(func, args, kwargs)
+    return wrap(torch.gather(tensor, dim, aligned(index, current, tensor.dim() - current.dim)), current)
+
+
 # -- pieces ----------------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +318,13 @@ def split(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         )
     parts = tensor.split([n // current.group.size for n in lengths], dim)
     return tuple(wrap(part, current.at(dim, pieces)) for part, pieces in zip(parts, taken, strict=True))
+
+
+def glu(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """``F.glu``: the first half, gated by the second."""
+    tensor, dim = _bound(args, kwargs, ("dim",), (-1,))
+    first, second = split(torch.chunk, (tensor, 2, dim), {})
+    return elementwise(torch.mul, (first, elementwise(torch.sigmoid, (second,), {})), {})
 
 
 def unbind(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -358,7 +438,7 @@ def _without(split: Split, dim: int) -> Split:
 
 
 def join(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``cat`` and ``stack`` along a dim that is not split."""
+    """``cat`` and ``stack``; ``cat`` along the split dim makes pieces of what it joins."""
     from lightning_effi.tensor.rules import fall_back
 
     tensors, dim = _bound(args, kwargs, ("dim",), (0,))
@@ -370,6 +450,14 @@ def join(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     current = merged(cut)
     assert current.dim is not None
     dim %= cut[0].dim() + stacked
+    if not stacked and all(t.placement.dim == dim and t.placement.is_even for t in cut):
+        pieces = [t.placement.pieces if isinstance(t, SplitTensor) and t.placement.dim is not None else (t.shape[dim],)
+                  for t in tensors]  # fmt: skip
+        if not any(n % current.group.size for piece in pieces for n in piece):
+            parts = [t if isinstance(t, SplitTensor) and t.placement.dim is not None
+                     else take(t.as_subclass(Tensor), dim, piece, current.group)
+                     for t, piece in zip(tensors, pieces, strict=True)]  # fmt: skip
+            return wrap(func(parts, dim), current.at(dim, tuple(n for piece in pieces for n in piece)))
     if (not stacked and dim == current.dim) or any(
         (t.placement.dim, t.placement.pieces) != (current.dim, current.pieces) for t in cut
     ):
@@ -400,5 +488,7 @@ RULES: dict[str, Any] = {
     "repeat_interleave": repeat_interleave, "view_as_complex": as_complex, "view_as_real": as_complex,
     "split": split, "chunk": split, "tensor_split": split, "split_with_sizes": split, "unbind": unbind,
     "__iter__": iterate, "select": select, "narrow": narrow, "__getitem__": getitem,
+    "new_empty": new, "new_zeros": new, "new_ones": new, "new_full": new,
+    "pad": pad, "repeat": repeat, "gather": pick, "glu": glu,
     "cat": join, "concat": join, "concatenate": join, "stack": join,
 }  # fmt: skip
