@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,7 +19,10 @@ from lightning_effi import _compat
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.buffers import BufferSync
 from lightning_effi.sharding.deferred import DeferredValues
+from lightning_effi.sharding.earlier import attributes, hand_over
 from lightning_effi.sharding.engine import Engine, StepRoot
+from lightning_effi.sharding.functions import keep_gradient_hooks
+from lightning_effi.sharding.functions import run as run_function
 from lightning_effi.sharding.group import LiveGroup
 from lightning_effi.sharding.initial import broadcast_states
 from lightning_effi.sharding.optimizers import DetachedOptimizers
@@ -70,6 +74,7 @@ class ShardedEngine(Engine):
             )
         _compat.read_scalars_globally()
         _compat.log_scalars_globally()
+        _compat.functions_of_dtensors(run_function)
         self._plan = plan
         self._processes_per_node = processes_per_node
         self._driven = driven
@@ -106,6 +111,7 @@ class ShardedEngine(Engine):
         for name in [*(g.module for g in self._plan.groups if g.module != ROOT), ROOT]:
             unit = self.module.get_submodule(name)
             values.fill_through(unit)
+            names = {id(parameter): name for name, parameter in self.module.named_parameters()}
             fresh = [t for t in [*unit.parameters(), *unit.buffers()] if id(t) not in done and not _is_dtensor(t)]
             moved = [t.data.to(device) for t in fresh]
             broadcast_states(moved, group)
@@ -117,6 +123,22 @@ class ShardedEngine(Engine):
             fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
             _compat.fsdp_keep_class_name(target)
             done.update(id(buffer) for buffer in unit.buffers())
+            for parameter in fresh:
+                if isinstance(parameter, nn.Parameter) and parameter not in scalars:
+                    self._take_over(names[id(parameter)], parameter)
+
+    def _take_over(self, name: str, before: nn.Parameter) -> None:
+        """What user code noted on a parameter and whoever still holds it follow to the sharded one."""
+        sharded = self.module.get_parameter(name)
+        if before._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"'{name}' has a hook of register_post_accumulate_grad_hook, which would see this rank's gradient before"
+                f" it is averaged, and zero_stage={self._plan.zero_stage} keeps none of it. Use on_after_backward, or"
+                " register_hook"
+            )
+        sharded.__dict__.update(attributes(before))
+        keep_gradient_hooks(sharded, before._backward_hooks if before._backward_hooks is not None else OrderedDict())
+        hand_over(before, self.module, name)
 
     def _live_groups(self) -> list[LiveGroup]:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -191,6 +213,7 @@ class ShardedEngine(Engine):
         for group in self._groups:
             keep = self._driven or (not last and (self._gather_all or group is self._root_group))
             group.configure(reduce=self._reduces_now, reshard=not keep)
+            group.is_in_step = not manual and not self._driven
         self._gather()
         self._in_step = True
         try:
@@ -198,6 +221,8 @@ class ShardedEngine(Engine):
                 return self.root(step, *args, **kwargs)
         finally:
             self._in_step = False
+            for group in self._groups:
+                group.is_in_step = False
             if self._whole is not None and not self._whole.was_needed:
                 self._whole = None  # it costs a little in every torch function, and the first step had no use for it
             self._reduction.has_direct_gradients = self._whole is not None
@@ -329,7 +354,10 @@ class ShardedEngine(Engine):
             self.module.__dict__.pop(name, None)
         detached = DetachedOptimizers(optimizers, self.module)
         full = {id(p): _full(p) for group in self._groups for p in group.parameters}
+        noted = {name: attributes(parameter) for name, parameter in self.module.named_parameters()}
         _compat.fsdp_undo(self.root, full)
+        for name, parameter in self.module.named_parameters():
+            parameter.__dict__.update(noted[name])
         detached.attach(self.module)
         self.module.cpu()
 

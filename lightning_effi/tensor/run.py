@@ -17,6 +17,7 @@ from lightning_effi import _compat
 from lightning_effi.diagnose.probe import restored
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.deferred import DeferredValues
+from lightning_effi.sharding.functions import run as run_function
 from lightning_effi.sharding.initial import broadcast_states
 from lightning_effi.tensor.apply import AppliedPlan
 from lightning_effi.tensor.collectives import TensorGroup
@@ -86,6 +87,7 @@ class TensorRun:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
         _compat.read_scalars_globally()
         _compat.log_scalars_globally()
+        _compat.functions_of_dtensors(run_function)
         self._applied = AppliedPlan(module, plan.layers, self._strategy.device_mesh["tp"], plan.sequence)
         self._outside = WeightsOutsideLayers(self._applied.group)
         self._uses = UsesOfLogits(layer.name for layer in plan.layers if layer.style == "vocab")
