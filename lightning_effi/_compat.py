@@ -265,6 +265,34 @@ def fsdp_keep_class_name(module: nn.Module) -> None:
     sharded.__name__, sharded.__qualname__ = original.__name__, original.__qualname__
 
 
+def fsdp_refuse_copies(module: nn.Module) -> None:
+    """Say what to do instead where a sharded module is copied, which FSDP2 refuses."""
+
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        raise RuntimeError(
+            f"a copy of {type(self).__name__} was asked for after its parameters were sharded, which leaves a part of"
+            " each on this rank. Copy it in __init__, setup() or configure_model(); or keep copies of the parameters,"
+            " {name: p.detach().clone() for name, p in self.named_parameters()}, which may be averaged and copied back"
+        )
+
+    type(module).__deepcopy__ = __deepcopy__  # type: ignore[attr-defined]
+
+
+def fsdp_accept_assigned(param: Any) -> None:
+    """Let ``load_state_dict(assign=True)`` write plain tensors into the sharded parameter, which stays the module's."""
+    original = param.reset_sharded_param
+
+    def reset_sharded_param() -> None:
+        info, sharded = param._module_info, param.sharded_param
+        assigned = info.module._parameters[info.param_name]
+        if assigned is not sharded and not hasattr(assigned, "device_mesh"):
+            param._setattr_on_modules(sharded)
+            sharded.data = assigned.detach().to(sharded.dtype)
+        original()
+
+    param.reset_sharded_param = reset_sharded_param
+
+
 def fsdp_post_backward_done(group: Any) -> None:
     """Wait for the group's reduction and let the gradients be read (``FSDPParamGroup.finalize_backward``)."""
     group.finalize_backward()

@@ -316,7 +316,8 @@ class EffiStrategy(MeshStrategy):
                 self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
                 self.engine.after_backward()  # before on_after_backward, which post_backward calls
         self.window.count()
-        closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
+        with self._reading:  # on_after_backward looks at gradients
+            closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
 

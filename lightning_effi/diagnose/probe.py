@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_effi.diagnose.randomness import Randomness
+from lightning_effi.sharding.earlier import attributes
 
 _DROPOUTS = {
     F.dropout,
@@ -57,7 +58,10 @@ def copied(module: nn.Module) -> Any:
         for handle in (value if isinstance(value, (list, tuple)) else [value])
         if isinstance(handle, RemovableHandle)
     }
-    return copy.deepcopy(module, handles)
+    copied_module = copy.deepcopy(module, handles)
+    for ours, theirs in zip(copied_module.parameters(), module.parameters(), strict=True):
+        ours.__dict__.update(attributes(theirs))  # which torch leaves out
+    return copied_module
 
 
 def loss_of(output: Any) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_effi.diagnose.compare import Comparison, compare_tensors
 from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, of_size_one, plain_gradients, restored, silent
+from lightning_effi.step.state import refusing_writes
 from lightning_effi.sharding.initial import broadcast_states
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class RunProbe:
         """This rank's batch through the plain module, averaged over the ranks."""
         plain._trainer = self._strategy.lightning_module._trainer  # type: ignore[union-attr]
         with restored(plain), silent(plain), NoDropout(), self._strategy.precision.train_step_context():
-            loss, gradients = plain_gradients(plain, plain.training_step, *args)
+            with refusing_writes(plain):
+                loss, gradients = plain_gradients(plain, plain.training_step, *args)
         averaged = {}
         for name, parameter in plain.named_parameters():
             if name in gradients:

@@ -22,8 +22,13 @@ class EarlierParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(EarlierParameter, current, (args, kwargs or {}))
+        args, kwargs = resolved(args, kwargs or {})
         return func(*args, **kwargs)
+
+
+def resolved(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of a torch function, with the parameters that the module has now."""
+    return tree_map_only(EarlierParameter, current, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def current(parameter: EarlierParameter) -> Tensor:

@@ -9,7 +9,8 @@ must do. What autograd records, and its backward, are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ _DRAWS = {*_DRAWS_LIKE, "bernoulli", "poisson", "multinomial", "normal", "dropou
 _DRAWS_IN_PLACE = {
     *("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
 }
+_steps_under_way = 0
 _LINEAGE = "_lightning_effi_lineage"
 _GRADIENT_HOOKS = "_lightning_effi_gradient_hooks"
 _REBOUND = "_lightning_effi_rebound"
@@ -53,7 +55,7 @@ def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _draw_like(func, args, kwargs)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return func(*args, **kwargs)
+        return _recorded(func, args, kwargs, tensors)
     if name in _DRAWS:
         return _distributed(func(*_whole(args), **_whole(kwargs)), args[0])
     if name in _VIEWS:
@@ -63,13 +65,24 @@ def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     meet = _meet(tensors)
     if isinstance(kwargs.get("out"), Tensor):
         return _write_out(func, args, kwargs)
-    if name.startswith("_foreach_") and meet:
-        return _each(func, args, kwargs)
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+    if name.startswith("_foreach_"):
+        return _each(func, args, kwargs) if meet else func(*args, **kwargs)
+    if _is_in_place(name):
         return _change(func, args, kwargs, meet or name == "__setitem__" or name in _DRAWS_IN_PLACE)
     if meet or name.endswith("_loss"):  # DTensor takes the mean of the ranks' means, although parts are of unequal size
         return func(*_whole(args), **_whole(kwargs))
     return _or_whole(partial(func, *args, **kwargs), lambda: func(*_whole(args), **_whole(kwargs)))
+
+
+@contextmanager
+def in_step() -> Iterator[None]:
+    """Inside, a sharded parameter that autograd records is not read whole here, since its gradient is an average."""
+    global _steps_under_way
+    _steps_under_way += 1
+    try:
+        yield
+    finally:
+        _steps_under_way -= 1
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -86,6 +99,30 @@ def _or_whole(directly: Callable[[], Any], on_wholes: Callable[[], Any]) -> Any:
         raise
     except (NotImplementedError, RuntimeError):
         return on_wholes()
+
+
+def _recorded(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    """A function of which autograd keeps a record, in a hook or, for weights split by tensor parallelism, in a step."""
+    meshes = [tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")]
+    name = getattr(func, "__name__", "")
+    if (_steps_under_way and any(mesh.mesh_dim_names != ("tp",) for mesh in meshes)) or _is_in_place(name):
+        return func(*args, **kwargs)
+    on_wholes = lambda: func(*_complete(args), **_complete(kwargs))  # noqa: E731
+    return on_wholes() if _meet(tensors) else _or_whole(partial(func, *args, **kwargs), on_wholes)
+
+
+def _complete(value: Any) -> Any:
+    """Whole tensors, whose gradients are complete on every rank."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def complete(tensor: Any) -> Tensor:
+        return tensor.full_tensor(grad_placements=[Replicate()] * tensor.device_mesh.ndim)  # type: ignore[no-any-return]
+
+    return tree_map_only(DTensor, complete, value)
+
+
+def _is_in_place(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def _meet(tensors: Sequence[Tensor]) -> bool:

@@ -21,7 +21,7 @@ from lightning_effi.sharding.buffers import BufferSync
 from lightning_effi.sharding.deferred import DeferredValues
 from lightning_effi.sharding.earlier import attributes, hand_over
 from lightning_effi.sharding.engine import Engine, StepRoot
-from lightning_effi.sharding.functions import keep_gradient_hooks
+from lightning_effi.sharding.functions import in_step, keep_gradient_hooks
 from lightning_effi.sharding.functions import run as run_function
 from lightning_effi.sharding.group import LiveGroup
 from lightning_effi.sharding.initial import broadcast_states
@@ -82,6 +82,7 @@ class ShardedEngine(Engine):
         self._sync_every_backward = sync_every_backward
         self._in_step = False
         self._window_open = False
+        self._awaits_reduction = False  # from a backward inside a window to the next step
         self._agreement = Agreement(control_group)
         self._trace: list[str] = []
         self._shards: dict[int, nn.Parameter] = {}
@@ -122,6 +123,7 @@ class ShardedEngine(Engine):
             reshard = not self._gather_all and name != ROOT
             fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
             _compat.fsdp_keep_class_name(target)
+            _compat.fsdp_refuse_copies(target)
             done.update(id(buffer) for buffer in unit.buffers())
             for parameter in fresh:
                 if isinstance(parameter, nn.Parameter) and parameter not in scalars:
@@ -215,9 +217,9 @@ class ShardedEngine(Engine):
             group.configure(reduce=self._reduces_now, reshard=not keep)
             group.is_in_step = not manual and not self._driven
         self._gather()
-        self._in_step = True
+        self._in_step, self._awaits_reduction = True, False
         try:
-            with nullcontext() if self._whole is None else self._whole:
+            with in_step(), nullcontext() if self._whole is None else self._whole:
                 return self.root(step, *args, **kwargs)
         finally:
             self._in_step = False
@@ -281,6 +283,7 @@ class ShardedEngine(Engine):
         return self._sync_every_backward or not self._window_open
 
     def after_backward(self) -> None:
+        self._awaits_reduction = not self._reduces_now
         if self._reduces_now:
             self._reduction.finish()
 
@@ -298,6 +301,8 @@ class ShardedEngine(Engine):
             self._gather()
 
     def shard_of(self, parameter: Tensor) -> Tensor | None:
+        if self._awaits_reduction:  # like DistributedDataParallel's: the full parameter has this rank's own gradient
+            return None
         if len(self._shards) < sum(len(group.parameters) for group in self._groups):  # made by the first gathering
             self._shards = {id(full): shard for group in self._groups for full, shard in group.full_parameters()}
         return self._shards.get(id(parameter))

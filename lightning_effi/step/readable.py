@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_effi import _compat
+from lightning_effi.sharding.earlier import EarlierParameter, resolved
 from lightning_effi.step.clipping import norm_of_each
 
 _GRAD: Any = Tensor.grad
@@ -48,6 +49,8 @@ class ReadableShards(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if EarlierParameter in types:
+            args, kwargs = resolved(args, kwargs)
         if getattr(func, "__self__", None) is _GRAD:
             if not self._is_paused and not _compat.in_backward() and (shard := self._shard_of(args[0])) is not None:
                 args = (shard, *args[1:])

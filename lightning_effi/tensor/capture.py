@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_effi.diagnose.probe import restored, silent
+from lightning_effi.step.state import refusing_writes
 from lightning_effi.inspect import Block
 
 
@@ -54,10 +56,9 @@ def capture_inputs(
         for block in members
     ]
     try:
-        with torch.inference_mode(False), torch.no_grad(), restored(module), silent(module):
-            step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    except _EverythingSeenError:
-        pass
+        with torch.inference_mode(False), torch.no_grad(), restored(module), silent(module), refusing_writes(module):
+            with suppress(_EverythingSeenError):
+                step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     finally:
         for handle in handles:
             handle.remove()

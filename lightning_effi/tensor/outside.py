@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from lightning_effi.sharding.earlier import EarlierParameter, resolved
 from lightning_effi.tensor.collectives import TensorGroup, share
 from lightning_effi.tensor.rules.vocabulary import embedded
 from lightning_effi.tensor.split import Column, Split, SplitTensor, gathered, wrap
@@ -38,6 +39,8 @@ class WeightsOutsideLayers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if EarlierParameter in types:
+            args, kwargs = resolved(args, kwargs)
         name = getattr(func, "__name__", "")
         if not _mixes(name, args, kwargs):
             return func(*args, **kwargs)
