@@ -278,16 +278,17 @@ def fsdp_refuse_copies(module: nn.Module) -> None:
     type(module).__deepcopy__ = __deepcopy__  # type: ignore[attr-defined]
 
 
-def fsdp_accept_assigned(param: Any) -> None:
-    """Let ``load_state_dict(assign=True)`` write plain tensors into the sharded parameter, which stays the module's."""
+def fsdp_refuse_assigned(param: Any) -> None:
+    """Say what to do instead where ``load_state_dict(assign=True)`` puts a plain tensor into a sharded module."""
     original = param.reset_sharded_param
 
     def reset_sharded_param() -> None:
-        info, sharded = param._module_info, param.sharded_param
-        assigned = info.module._parameters[info.param_name]
-        if assigned is not sharded and not hasattr(assigned, "device_mesh"):
-            param._setattr_on_modules(sharded)
-            sharded.data = assigned.detach().to(sharded.dtype)
+        info = param._module_info
+        if not hasattr(info.module._parameters[info.param_name], "device_mesh"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) has replaced the parameter '{info.param_name}' of"
+                f" {type(info.module).__name__} after it was sharded. Leave assign=True out, which copies the values"
+            )
         original()
 
     param.reset_sharded_param = reset_sharded_param

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_effi.diagnose.compare import Comparison, compare_tensors
 from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, of_size_one, plain_gradients, restored, silent
-from lightning_effi.step.state import refusing_writes
 from lightning_effi.sharding.initial import broadcast_states
+from lightning_effi.step.state import refusing_writes
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy

@@ -52,7 +52,7 @@ class LiveGroup:
         _compat.fsdp_override(fsdp_group, "wait_for_unshard", self._wait_outside_inference_mode)
         _compat.fsdp_override(fsdp_group, "_to_sharded", self._write_back_and_shard)
         for param in self._params:
-            _compat.fsdp_accept_assigned(param)
+            _compat.fsdp_refuse_assigned(param)
         dtypes = [compute.dtype if name in plan.low_precision else None for name in self.parameter_names]
         _compat.fsdp_set_compute_dtypes(fsdp_group, dtypes, compute.reduce_dtype)
 

@@ -119,28 +119,31 @@ class ShardedEngine(Engine):
             for tensor, ours in zip(fresh, moved, strict=True):
                 tensor.data = ours
             scalars = {self.module.get_parameter(info.name) for info in self._plan.replicated}
+            before = [p for p in unit.parameters() if p not in scalars and id(p) not in done]
             target = self.root if name == ROOT else unit
             reshard = not self._gather_all and name != ROOT
             fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
             _compat.fsdp_keep_class_name(target)
             _compat.fsdp_refuse_copies(target)
             done.update(id(buffer) for buffer in unit.buffers())
-            for parameter in fresh:
-                if isinstance(parameter, nn.Parameter) and parameter not in scalars:
-                    self._take_over(names[id(parameter)], parameter)
+            for parameter in before:
+                self._take_over(names[id(parameter)], parameter)
+            done.update(id(parameter) for parameter in unit.parameters())
 
     def _take_over(self, name: str, before: nn.Parameter) -> None:
         """What user code noted on a parameter and whoever still holds it follow to the sharded one."""
         sharded = self.module.get_parameter(name)
         if before._post_accumulate_grad_hooks:
             raise ValueError(
-                f"'{name}' has a hook of register_post_accumulate_grad_hook, which would see this rank's gradient before"
-                f" it is averaged, and zero_stage={self._plan.zero_stage} keeps none of it. Use on_after_backward, or"
+                f"'{name}' has a hook of register_post_accumulate_grad_hook, which would see this rank's gradient"
+                f" before it is averaged, and zero_stage={self._plan.zero_stage} keeps none of it. Use on_after_backward, or"
                 " register_hook"
             )
         sharded.__dict__.update(attributes(before))
-        keep_gradient_hooks(sharded, before._backward_hooks if before._backward_hooks is not None else OrderedDict())
-        hand_over(before, self.module, name)
+        if not _is_dtensor(before):
+            hooks = before._backward_hooks
+            keep_gradient_hooks(sharded, hooks if hooks is not None else OrderedDict())
+            hand_over(before, self.module, name)
 
     def _live_groups(self) -> list[LiveGroup]:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}

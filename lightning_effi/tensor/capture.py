@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_effi.diagnose.probe import restored, silent
-from lightning_effi.step.state import refusing_writes
 from lightning_effi.inspect import Block
+from lightning_effi.step.state import refusing_writes
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,15 @@ def capture_inputs(
         for block in members
     ]
     try:
-        with torch.inference_mode(False), torch.no_grad(), restored(module), silent(module), refusing_writes(module):
-            with suppress(_EverythingSeenError):
-                step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            restored(module),
+            silent(module),
+            refusing_writes(module),
+            suppress(_EverythingSeenError),
+        ):
+            step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
     finally:
         for handle in handles:
             handle.remove()
