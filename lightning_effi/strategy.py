@@ -167,7 +167,7 @@ class EffiStrategy(MeshStrategy):
         self._checkpoint = RunCheckpoint(self)
         self._signals = DeferredSignals()
         self._skipped = SkippedSteps()
-        self._reading = ReadableShards(lambda parameter: self.engine.shard_of(parameter), self._backward_by_hand)
+        self._reading = ReadableShards(self._shard_of, self._backward_by_hand)
         self._after_step = ExitStack()  # what is entered between training_step and backward
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
@@ -320,6 +320,9 @@ class EffiStrategy(MeshStrategy):
             closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _shard_of(self, parameter: Tensor) -> Tensor | None:
+        return self.engine.shard_of(parameter)
 
     def _backward_by_hand(self, loss: Tensor, run: Callable[[], None]) -> None:
         """``loss.backward()`` instead of ``self.manual_backward(loss)``."""

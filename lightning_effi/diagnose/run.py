@@ -79,9 +79,9 @@ class RunProbe:
     def _plain_step(self, plain: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's batch through the plain module, averaged over the ranks."""
         plain._trainer = self._strategy.lightning_module._trainer  # type: ignore[union-attr]
-        with restored(plain), silent(plain), NoDropout(), self._strategy.precision.train_step_context():
-            with refusing_writes(plain):
-                loss, gradients = plain_gradients(plain, plain.training_step, *args)
+        in_context = self._strategy.precision.train_step_context()
+        with restored(plain), silent(plain), refusing_writes(plain), NoDropout(), in_context:
+            loss, gradients = plain_gradients(plain, plain.training_step, *args)
         averaged = {}
         for name, parameter in plain.named_parameters():
             if name in gradients:

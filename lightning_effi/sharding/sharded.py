@@ -136,8 +136,8 @@ class ShardedEngine(Engine):
         if before._post_accumulate_grad_hooks:
             raise ValueError(
                 f"'{name}' has a hook of register_post_accumulate_grad_hook, which would see this rank's gradient"
-                f" before it is averaged, and zero_stage={self._plan.zero_stage} keeps none of it. Use on_after_backward, or"
-                " register_hook"
+                f" before it is averaged, and zero_stage={self._plan.zero_stage} keeps none of it. Use"
+                " on_after_backward, or register_hook"
             )
         sharded.__dict__.update(attributes(before))
         if not _is_dtensor(before):
