@@ -228,6 +228,31 @@ def fsdp_local_chunk(param: Any) -> Tensor | None:
     return full.detach().narrow(dim, min(start, full.size(dim)), local.size(dim) if local.numel() else 0)
 
 
+def fsdp_follow_data(param: Any) -> None:
+    """The sharded parameter was given other memory: gather that from now on (``FSDPParam.reset_sharded_param``)."""
+    param.reset_sharded_param()
+
+
+def fsdp_relink(param: Any) -> None:
+    """Let the full parameter be the gathered memory again, after ``parameter.data = ...`` gave it other memory."""
+    unsharded = fsdp_unsharded_param(param)
+    if unsharded is None or len(param.all_gather_outputs) != 1:
+        return
+    [gathered], full = param.all_gather_outputs, local_tensor(unsharded)
+    if full.untyped_storage()._cdata != gathered.untyped_storage()._cdata:
+        view = torch.as_strided(gathered, full.shape, torch.empty(full.shape, device="meta").stride(), 0)
+        if full is unsharded:
+            unsharded.data = view
+        else:
+            rebind_local(unsharded, view)
+
+
+def fsdp_is_in_place(param: Any) -> bool:
+    """Whether the module still has the sharded parameter where FSDP2 put it."""
+    info = param._module_info
+    return info.module._parameters.get(info.param_name) is param.sharded_param
+
+
 def fsdp_configure_backward(group: Any, *, reduce: bool, reshard: bool) -> None:
     """``FSDPModule.set_requires_gradient_sync`` and ``set_reshard_after_backward`` without their walk over modules."""
     group.reduce_grads = group.all_reduce_grads = reduce
@@ -238,6 +263,35 @@ def fsdp_keep_class_name(module: nn.Module) -> None:
     """Undo the renaming of a sharded module's class, which summaries and error messages show."""
     sharded, original = type(module), type(module).__mro__[2]
     sharded.__name__, sharded.__qualname__ = original.__name__, original.__qualname__
+
+
+def fsdp_refuse_copies(module: nn.Module) -> None:
+    """Say what to do instead where a sharded module is copied, which FSDP2 refuses."""
+
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        raise RuntimeError(
+            f"a copy of {type(self).__name__} was asked for after its parameters were sharded, which leaves a part of"
+            " each on this rank. Copy it in __init__, setup() or configure_model(); or keep copies of the parameters,"
+            " {name: p.detach().clone() for name, p in self.named_parameters()}, which may be averaged and copied back"
+        )
+
+    type(module).__deepcopy__ = __deepcopy__  # type: ignore[attr-defined]
+
+
+def fsdp_refuse_assigned(param: Any) -> None:
+    """Say what to do instead where ``load_state_dict(assign=True)`` puts a plain tensor into a sharded module."""
+    original = param.reset_sharded_param
+
+    def reset_sharded_param() -> None:
+        info = param._module_info
+        if not hasattr(info.module._parameters[info.param_name], "device_mesh"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) has replaced the parameter '{info.param_name}' of"
+                f" {type(info.module).__name__} after it was sharded. Leave assign=True out, which copies the values"
+            )
+        original()
+
+    param.reset_sharded_param = reset_sharded_param
 
 
 def fsdp_post_backward_done(group: Any) -> None:
@@ -333,6 +387,28 @@ def log_scalars_globally() -> None:
 
     update.reads_dtensors = True  # type: ignore[attr-defined]
     _ResultMetric.update = update  # type: ignore[method-assign]
+
+
+def functions_of_dtensors(run: Callable[..., Any]) -> None:
+    """Let ``run(func, args, kwargs)`` carry out every torch function that is given a DTensor.
+
+    DTensors take part in torch functions as plain tensors do (``_disabled_torch_function_impl``) until their operators
+    are dispatched, where it is too late to know a view from a copy. Process-wide; inside ``run`` it is as before.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def __torch_function__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # other subclasses know what to do with DTensors
+        with without_subclass_dispatch():
+            return run(func, args, kwargs or {})
+
+    DTensor.__torch_function__ = classmethod(__torch_function__)  # type: ignore[assignment]
+
+
+def rebind_local(tensor: Tensor, local: Tensor) -> None:
+    """Let a DTensor have other memory for this rank's part (``DTensor._local_tensor``)."""
+    tensor._local_tensor = local.detach()  # type: ignore[attr-defined]
 
 
 def is_sharded(placement: Any) -> bool:

@@ -231,7 +231,9 @@ class MeshStrategy(ParallelStrategy, ABC):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         if hasattr(tensor, "full_tensor"):  # a parameter between steps is a shard; stock gathers whole copies
             tensor = tensor.full_tensor()
-        return _compat.all_gather_batch(tensor, group or self.data_parallel_group, sync_grads)
+        if group is None or group is dist.group.WORLD:  # self.all_gather() passes that where no group was asked for
+            group = self.data_parallel_group
+        return _compat.all_gather_batch(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

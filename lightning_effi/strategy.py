@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -167,7 +167,8 @@ class EffiStrategy(MeshStrategy):
         self._checkpoint = RunCheckpoint(self)
         self._signals = DeferredSignals()
         self._skipped = SkippedSteps()
-        self._reading = ReadableShards(lambda parameter: self.engine.shard_of(parameter))
+        self._reading = ReadableShards(self._shard_of, self._backward_by_hand)
+        self._after_step = ExitStack()  # what is entered between training_step and backward
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
@@ -256,6 +257,7 @@ class EffiStrategy(MeshStrategy):
         self.assembly.probe.before_first_step(*args, **kwargs)
         if self.assembly.microbatched is not None:
             return self.assembly.microbatched(*args, **kwargs)
+        self._after_step.close()
         manual = not self.lightning_module.automatic_optimization  # then the step itself looks at gradients
         with self.precision.train_step_context(), self._reading if manual else nullcontext():
             step = self.assembly.tensor.over(self.lightning_module.training_step)
@@ -264,6 +266,8 @@ class EffiStrategy(MeshStrategy):
             factor = self.precision.move_scale(self.lightning_module)
             if factor != 1.0:
                 self.engine.scale_gradients(factor)
+        else:  # on_before_zero_grad and optimizer_zero_grad come next
+            self._after_step.enter_context(self._reading)
         return output
 
     @override
@@ -301,6 +305,7 @@ class EffiStrategy(MeshStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
+        self._after_step.close()
         self.pre_backward(closure_loss)
         closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
         with self._reading.paused():
@@ -311,9 +316,25 @@ class EffiStrategy(MeshStrategy):
                 self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
                 self.engine.after_backward()  # before on_after_backward, which post_backward calls
         self.window.count()
-        closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
+        with self._reading:  # on_after_backward looks at gradients
+            closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def _shard_of(self, parameter: Tensor) -> Tensor | None:
+        return self.engine.shard_of(parameter)
+
+    def _backward_by_hand(self, loss: Tensor, run: Callable[[], None]) -> None:
+        """``loss.backward()`` instead of ``self.manual_backward(loss)``."""
+        if self.precision.scaler is not None:
+            raise RuntimeError(
+                f"with precision={self.precision.precision!r} losses are multiplied by a scale before backward, which"
+                " self.manual_backward(loss) does and loss.backward() does not: use the former"
+            )
+        self.engine.before_backward(loss)
+        with self._reading.paused():
+            run()
+        self.engine.after_backward()
 
     @override
     def optimizer_step(
@@ -406,6 +427,7 @@ class EffiStrategy(MeshStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._after_step.close()
         if self.assembly.exists:
             self.engine.explain(exception)
             self.assembly.tensor.explain(exception)
@@ -415,6 +437,7 @@ class EffiStrategy(MeshStrategy):
     @override
     def teardown(self) -> None:
         """After a run that went well, the module is an ordinary one again wherever the memory allows it."""
+        self._after_step.close()
         if self.assembly.exists and not self.is_interrupted:
             self.assembly.release()
         self._skipped.remove()

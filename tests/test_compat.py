@@ -5,6 +5,7 @@ A release that renames or changes one fails here by name: the tests are the to-d
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -589,3 +590,75 @@ def parts_on_two_ranks() -> dict[str, Any]:
 def test_ranks_find_their_parts_and_read_whole_scalars() -> None:
     for result in run_distributed(parts_on_two_ranks, 2):
         assert result == {"same values": True, "is a view": True, "norm": 5.0, "logged": 5.0, "replicated": 7.0}
+
+
+def rebound_shards() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    network = gathered(mesh)
+    [group, *_] = _compat.fsdp_groups(network)
+    weight = _compat.fsdp_params(group)[0]
+    full, shard = _compat.fsdp_unsharded_param(weight), _compat.fsdp_sharded_param(weight)
+    assert full is not None
+    full.data = full.data.clone()
+    moved = full.untyped_storage().data_ptr() != weight.all_gather_outputs[0].untyped_storage().data_ptr()
+    _compat.fsdp_relink(weight)
+    linked = full.untyped_storage().data_ptr() == weight.all_gather_outputs[0].untyped_storage().data_ptr()
+    group.reshard()
+    in_place = _compat.fsdp_is_in_place(weight)
+    _compat.rebind_local(shard, torch.full_like(_compat.local_tensor(shard), 3.0))
+    _compat.fsdp_follow_data(weight)
+    group.unshard()
+    group.wait_for_unshard()
+    return {"moved": moved, "linked": linked, "in place": in_place, "gathered": full.unique().tolist()}
+
+
+@relies_on("fsdp_relink", "FSDPParam.all_gather_outputs")
+@relies_on("fsdp_is_in_place", "FSDPParam._module_info")
+@relies_on("fsdp_follow_data", "FSDPParam.reset_sharded_param")
+@relies_on("rebind_local", "DTensor._local_tensor")
+def test_memory_of_shards_and_of_full_parameters_may_be_exchanged() -> None:
+    for result in run_distributed(rebound_shards, 2):
+        assert result == {"moved": True, "linked": True, "in place": True, "gathered": [3.0]}
+
+
+def functions_seen() -> list[str]:
+    mesh, seen = init_device_mesh("cpu", (2,)), []
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(func.__name__)
+        return func(*args, **kwargs)
+
+    tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    _compat.functions_of_dtensors(run)
+    tensor[0].add_(tensor.sum())
+    return seen
+
+
+@relies_on("functions_of_dtensors", "DTensor.__torch_function__")
+def test_functions_of_dtensors_can_be_carried_out_otherwise() -> None:
+    assert run_distributed(functions_seen, 2) == [["__getitem__", "sum", "add_"]] * 2
+
+
+def refusals() -> list[str]:
+    messages = []
+    network = gathered(init_device_mesh("cpu", (2,)))
+    for group in _compat.fsdp_groups(network):
+        group.reshard()
+        for param in _compat.fsdp_params(group):
+            _compat.fsdp_refuse_assigned(param)
+    block: Any = network.block
+    _compat.fsdp_refuse_copies(block)
+    values = {name: torch.zeros(parameter.shape) for name, parameter in block.named_parameters()}
+    for attempt in (lambda: copy.deepcopy(block), lambda: block.load_state_dict(values, assign=True)):
+        with pytest.raises(RuntimeError) as caught:
+            attempt()
+        messages.append(str(caught.value))
+    return messages
+
+
+@relies_on("fsdp_refuse_copies", "FSDPModule.__deepcopy__")
+@relies_on("fsdp_refuse_assigned", "FSDPParam.reset_sharded_param being called after load_state_dict")
+def test_copies_and_assigned_parameters_of_sharded_modules_are_refused() -> None:
+    for copies, assigned in run_distributed(refusals, 2):
+        assert "Copy it in __init__" in copies
+        assert "assign=True" in assigned

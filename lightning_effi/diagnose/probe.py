@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_effi import _compat
 from lightning_effi.diagnose.randomness import Randomness
+from lightning_effi.sharding.earlier import attributes
 
 _DROPOUTS = {
     F.dropout,
@@ -68,6 +69,8 @@ def copied(module: nn.Module) -> Any:
         method = _compat.compiled_forward(original)
         if method is not None and getattr(method, "__self__", None) is original:
             twin.forward = MethodType(method.__func__, twin)
+    for original_parameter, twin_parameter in zip(module.parameters(), copy_of_module.parameters(), strict=True):
+        twin_parameter.__dict__.update(attributes(original_parameter))  # which torch leaves out
     return copy_of_module
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_effi.diagnose.compare import Comparison, compare_tensors
 from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, of_size_one, plain_gradients, restored, silent
 from lightning_effi.sharding.initial import broadcast_states
+from lightning_effi.step.state import refusing_writes
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
@@ -78,7 +79,8 @@ class RunProbe:
     def _plain_step(self, plain: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's batch through the plain module, averaged over the ranks."""
         plain._trainer = self._strategy.lightning_module._trainer  # type: ignore[union-attr]
-        with restored(plain), silent(plain), NoDropout(), self._strategy.precision.train_step_context():
+        in_context = self._strategy.precision.train_step_context()
+        with restored(plain), silent(plain), refusing_writes(plain), NoDropout(), in_context:
             loss, gradients = plain_gradients(plain, plain.training_step, *args)
         averaged = {}
         for name, parameter in plain.named_parameters():

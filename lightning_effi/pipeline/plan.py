@@ -147,7 +147,7 @@ def _first_blocks(trace: Trace, sizes: Sequence[int] | int, stages_per_rank: int
         found = f"has {len(blocks)}" if blocks else "calls none: no list of repeated blocks was found in the module"
         if blocks and len(blocks) < trace.known:
             found = f"calls {len(blocks)} of the module's {trace.known} (layer drop must be switched off)"
-        elif trace.known:
+        elif not blocks and trace.known:
             found = f"calls none of the module's {trace.known}, but their parts or other methods than forward"
         ranks = count // stages_per_rank
         if len(blocks) >= ranks:

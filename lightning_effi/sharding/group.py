@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_effi import _compat
+from lightning_effi.sharding.earlier import attributes
+from lightning_effi.sharding.functions import gradient_hooks, was_rebound
 from lightning_effi.sharding.plan import Compute, ShardGroup
 
 
@@ -37,12 +40,19 @@ class LiveGroup:
         self._wait_for_unshard = fsdp_group.wait_for_unshard
         self._to_sharded = fsdp_group._to_sharded
         self._register = fsdp_group._register_post_backward_hook
+        self.is_in_step = False
+        self._run_unshard = fsdp_group.unshard
         self._shard_versions: list[int] = []
+        self._linked: set[int] = set()
+        self._hooked: set[int] = set()
         self._awaited = 0
         self._regathers = regathers
         _compat.fsdp_override(fsdp_group, "_register_post_backward_hook", self._register_and_count)
+        _compat.fsdp_override(fsdp_group, "unshard", self._follow_and_unshard)
         _compat.fsdp_override(fsdp_group, "wait_for_unshard", self._wait_outside_inference_mode)
         _compat.fsdp_override(fsdp_group, "_to_sharded", self._write_back_and_shard)
+        for param in self._params:
+            _compat.fsdp_refuse_assigned(param)
         dtypes = [compute.dtype if name in plan.low_precision else None for name in self.parameter_names]
         _compat.fsdp_set_compute_dtypes(fsdp_group, dtypes, compute.reduce_dtype)
 
@@ -50,6 +60,8 @@ class LiveGroup:
         """Call ``callback(self)`` whenever autograd has finished with one use of this group's parameters."""
 
         def post_backward(*_unused: Any) -> None:
+            if self.is_in_step:
+                return  # torch.autograd.grad: the backward of the step's loss is still to come
             self._awaited -= 1
             callback(self)
 
@@ -148,6 +160,31 @@ class LiveGroup:
             self._awaited += 1
         return registered
 
+    def _follow_and_unshard(self, async_op: bool = False) -> None:
+        """Gather what the module's own code made of the sharded parameters."""
+        if self._group.is_sharded:
+            for param, name in zip(self._params, self.parameter_names, strict=True):
+                if not _compat.fsdp_is_in_place(param):
+                    raise RuntimeError(
+                        f"the parameter '{name}' was replaced by another after the module was sharded, which the"
+                        " optimizer and the other ranks know nothing of. Write into it (under torch.no_grad(),"
+                        " parameter.copy_(value)), or replace it in __init__, setup() or configure_model()"
+                    )
+                if was_rebound(_compat.fsdp_sharded_param(param)):
+                    _compat.fsdp_follow_data(param)
+        self._run_unshard(async_op)
+
+    def _link_full_parameters(self) -> None:
+        """Full parameters have the attributes of the sharded ones, and the hooks on their gradients."""
+        for full, shard in self.full_parameters():
+            if id(full) not in self._linked:
+                self._linked.add(id(full))
+                full.__dict__.update(attributes(shard))
+            hooks = gradient_hooks(shard)
+            if hooks and full.requires_grad and id(full) not in self._hooked:
+                self._hooked.add(id(full))
+                full.register_hook(partial(_call_all, hooks))
+
     def _wait_outside_inference_mode(self) -> None:
         was_sharded = self._group.is_sharded
         if torch.is_inference_mode_enabled():
@@ -156,12 +193,15 @@ class LiveGroup:
         else:
             self._wait_for_unshard()
         if was_sharded and not self._group.is_sharded:
+            self._link_full_parameters()
             self._shard_versions = [_compat.local_tensor(p)._version for p in self.parameters]
 
     def _write_back_and_shard(self) -> None:
         # what backward gathered came from the shards, and nobody writes into it
         if not self._group.is_sharded and not (self._regathers and _compat.in_backward()):
             self._write_back()
+        for param in self._params:
+            _compat.fsdp_relink(param)
         self._to_sharded()
 
     @torch.no_grad()
@@ -177,3 +217,10 @@ class LiveGroup:
                 shard.copy_(chunk)
             else:  # keep the bits that the lower precision does not hold wherever nothing was written
                 shard.copy_(torch.where(shard.to(chunk.dtype) == chunk, shard, chunk.to(shard.dtype)))
+
+
+def _call_all(hooks: Mapping[int, Callable[[Tensor], Tensor | None]], gradient: Tensor) -> Tensor:
+    for hook in list(hooks.values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,7 +19,10 @@ from lightning_effi import _compat
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.buffers import BufferSync
 from lightning_effi.sharding.deferred import DeferredValues
+from lightning_effi.sharding.earlier import attributes, hand_over
 from lightning_effi.sharding.engine import Engine, StepRoot
+from lightning_effi.sharding.functions import in_step, keep_gradient_hooks
+from lightning_effi.sharding.functions import run as run_function
 from lightning_effi.sharding.group import LiveGroup
 from lightning_effi.sharding.initial import broadcast_states
 from lightning_effi.sharding.optimizers import DetachedOptimizers
@@ -70,6 +74,7 @@ class ShardedEngine(Engine):
             )
         _compat.read_scalars_globally()
         _compat.log_scalars_globally()
+        _compat.functions_of_dtensors(run_function)
         self._plan = plan
         self._processes_per_node = processes_per_node
         self._driven = driven
@@ -77,6 +82,7 @@ class ShardedEngine(Engine):
         self._sync_every_backward = sync_every_backward
         self._in_step = False
         self._window_open = False
+        self._awaits_reduction = False  # from a backward inside a window to the next step
         self._agreement = Agreement(control_group)
         self._trace: list[str] = []
         self._shards: dict[int, nn.Parameter] = {}
@@ -106,17 +112,38 @@ class ShardedEngine(Engine):
         for name in [*(g.module for g in self._plan.groups if g.module != ROOT), ROOT]:
             unit = self.module.get_submodule(name)
             values.fill_through(unit)
+            names = {id(parameter): name for name, parameter in self.module.named_parameters()}
             fresh = [t for t in [*unit.parameters(), *unit.buffers()] if id(t) not in done and not _is_dtensor(t)]
             moved = [t.data.to(device) for t in fresh]
             broadcast_states(moved, group)
             for tensor, ours in zip(fresh, moved, strict=True):
                 tensor.data = ours
             scalars = {self.module.get_parameter(info.name) for info in self._plan.replicated}
+            before = [p for p in unit.parameters() if p not in scalars and id(p) not in done]
             target = self.root if name == ROOT else unit
             reshard = not self._gather_all and name != ROOT
             fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
             _compat.fsdp_keep_class_name(target)
+            _compat.fsdp_refuse_copies(target)
             done.update(id(buffer) for buffer in unit.buffers())
+            for parameter in before:
+                self._take_over(names[id(parameter)], parameter)
+            done.update(id(parameter) for parameter in unit.parameters())
+
+    def _take_over(self, name: str, before: nn.Parameter) -> None:
+        """What user code noted on a parameter and whoever still holds it follow to the sharded one."""
+        sharded = self.module.get_parameter(name)
+        if before._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"'{name}' has a hook of register_post_accumulate_grad_hook, which would see this rank's gradient"
+                f" before it is averaged, and zero_stage={self._plan.zero_stage} keeps none of it. Use"
+                " on_after_backward, or register_hook"
+            )
+        sharded.__dict__.update(attributes(before))
+        if not _is_dtensor(before):
+            hooks = before._backward_hooks
+            keep_gradient_hooks(sharded, hooks if hooks is not None else OrderedDict())
+            hand_over(before, self.module, name)
 
     def _live_groups(self) -> list[LiveGroup]:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -191,13 +218,16 @@ class ShardedEngine(Engine):
         for group in self._groups:
             keep = self._driven or (not last and (self._gather_all or group is self._root_group))
             group.configure(reduce=self._reduces_now, reshard=not keep)
+            group.is_in_step = not manual and not self._driven
         self._gather()
-        self._in_step = True
+        self._in_step, self._awaits_reduction = True, False
         try:
-            with nullcontext() if self._whole is None else self._whole:
+            with in_step(), nullcontext() if self._whole is None else self._whole:
                 return self.root(step, *args, **kwargs)
         finally:
             self._in_step = False
+            for group in self._groups:
+                group.is_in_step = False
             if self._whole is not None and not self._whole.was_needed:
                 self._whole = None  # it costs a little in every torch function, and the first step had no use for it
             self._reduction.has_direct_gradients = self._whole is not None
@@ -256,6 +286,7 @@ class ShardedEngine(Engine):
         return self._sync_every_backward or not self._window_open
 
     def after_backward(self) -> None:
+        self._awaits_reduction = not self._reduces_now
         if self._reduces_now:
             self._reduction.finish()
 
@@ -273,6 +304,8 @@ class ShardedEngine(Engine):
             self._gather()
 
     def shard_of(self, parameter: Tensor) -> Tensor | None:
+        if self._awaits_reduction:  # like DistributedDataParallel's: the full parameter has this rank's own gradient
+            return None
         if len(self._shards) < sum(len(group.parameters) for group in self._groups):  # made by the first gathering
             self._shards = {id(full): shard for group in self._groups for full, shard in group.full_parameters()}
         return self._shards.get(id(parameter))
@@ -329,7 +362,10 @@ class ShardedEngine(Engine):
             self.module.__dict__.pop(name, None)
         detached = DetachedOptimizers(optimizers, self.module)
         full = {id(p): _full(p) for group in self._groups for p in group.parameters}
+        noted = {name: attributes(parameter) for name, parameter in self.module.named_parameters()}
         _compat.fsdp_undo(self.root, full)
+        for name, parameter in self.module.named_parameters():
+            parameter.__dict__.update(noted[name])
         detached.attach(self.module)
         self.module.cpu()
 

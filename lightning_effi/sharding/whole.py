@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_effi.sharding.earlier import EarlierParameter, resolved
+
 
 class WholeWhereMixed(TorchFunctionMode):
     """Inside, a DTensor that meets a plain tensor takes part with its full value.
@@ -30,6 +32,8 @@ class WholeWhereMixed(TorchFunctionMode):
 
         if _writes(func):  # into a full copy that nobody keeps; torch's own refusal is better
             return func(*args, **(kwargs or {}))
+        if EarlierParameter in types:
+            args, kwargs = resolved(args, kwargs or {})
         leaves, tree = tree_flatten((args, kwargs or {}))
         # a weight that tensor parallelism splits is a DTensor inside its block too, over the tensor axis alone
         sharded = [isinstance(leaf, DTensor) and "shard" in (leaf.device_mesh.mesh_dim_names or ()) for leaf in leaves]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_effi import _compat
+from lightning_effi.sharding.earlier import EarlierParameter, resolved
 from lightning_effi.step.clipping import norm_of_each
 
 _GRAD: Any = Tensor.grad
@@ -30,11 +32,17 @@ class ReadableShards(TorchFunctionMode):
     Args:
         shard_of: for a step that runs backward itself: the sharded parameter that a full one stands for in the middle
             of the step, ``None`` for any other tensor. The gradient of the one is then that of the other.
+        backward: for such a step: what ``loss.backward()`` does, given the loss and the plain backward.
     """
 
-    def __init__(self, shard_of: Callable[[Tensor], Tensor | None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        shard_of: Callable[[Tensor], Tensor | None] = lambda _: None,
+        backward: Callable[[Tensor, Callable[[], None]], None] = lambda _, run: run(),
+    ) -> None:
         super().__init__()
         self._shard_of = shard_of
+        self._backward = backward
         self._is_paused = False
 
     @contextmanager
@@ -48,9 +56,13 @@ class ReadableShards(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if EarlierParameter in types:
+            args, kwargs = resolved(args, kwargs)
         if getattr(func, "__self__", None) is _GRAD:
             if not self._is_paused and not _compat.in_backward() and (shard := self._shard_of(args[0])) is not None:
                 args = (shard, *args[1:])
+        elif func is Tensor.backward and not self._is_paused:
+            return self._backward(args[0], partial(func, *args, **kwargs))
         elif func in _CONSTRUCTORS and args and isinstance(args[0], (list, tuple)):
             args = (_numbers(args[0]), *args[1:])
         elif func is torch._foreach_norm and _meet(args[0]):

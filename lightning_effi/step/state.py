@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,25 @@ class _ParameterWrites(TorchDispatchMode):
                     if name is not None:
                         self.names.add(name)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def refusing_writes(module: nn.Module) -> Iterator[None]:
+    """Inside runs a step that will run again.
+
+    Raises:
+        ValueError: on leaving, if it changed a parameter itself, which would then be changed twice.
+    """
+    writes = _ParameterWrites(module)
+    memory = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
+    with writes:
+        yield
+    moved = {name for name, parameter in module.named_parameters() if parameter.data_ptr() != memory.get(name)}
+    if names := sorted(writes.names | moved):
+        raise ValueError(
+            f"training_step changes '{names[0]}' itself, and with tensor parallelism the first step runs more than"
+            " once, to plan and to compare. Change parameters in on_train_batch_start or on_train_batch_end"
+        )
 
 
 def changed_by(module: nn.Module, step: Callable[[], Any]) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_effi.sharding.earlier import attributes, hand_over
 from lightning_effi.tensor.collectives import TensorGroup, assemble, share, take
 from lightning_effi.tensor.linear import out_dim
 from lightning_effi.tensor.plan import LayerPlan, SequencePlan
@@ -104,9 +105,18 @@ class AppliedPlan:
             distribute_tensor(parameter.detach(), self._mesh, [Shard(dim)], src_data_rank=None),
             parameter.requires_grad,
         )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"a parameter '{name}' of shape {tuple(parameter.shape)} has a hook on its gradient, and tensor"
+                " parallelism would show it one rank's part. Change the gradient in on_after_backward or"
+                " on_before_optimizer_step, or keep the layer whole by TensorParallel(plan={'<name of the layer>':"
+                " 'replicate'})"
+            )
+        part.__dict__.update(attributes(parameter))
         places = self._places.pop(id(parameter))
         for owner, key in places:
             owner._parameters[key] = part
+        hand_over(parameter, module, name)
         self._parameters += places
 
     def begin_step(self) -> None:
@@ -124,6 +134,7 @@ class AppliedPlan:
                 if id(parameter) not in wholes:
                     whole = parameter.detach().full_tensor()
                     wholes[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+                    wholes[id(parameter)].__dict__.update(attributes(parameter))
                 module._parameters[name] = wholes[id(parameter)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_effi.diagnose.probe import restored, silent
 from lightning_effi.inspect import Block
+from lightning_effi.step.state import refusing_writes
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,15 @@ def capture_inputs(
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     try:
         module.__dict__["manual_backward"] = _end  # there are no gradients here; what runs later is not looked at
-        with torch.inference_mode(False), torch.no_grad(), restored(module), silent(module):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            restored(module),
+            silent(module),
+            refusing_writes(module),
+            suppress(_EverythingSeenError),
+        ):
             step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    except _EverythingSeenError:
-        pass
     finally:
         del module.__dict__["manual_backward"]
         for parameter, requires_grad in trained:  # a step that toggles optimizers is left while one is

@@ -2,8 +2,9 @@
 
 A *replicated* tensor has the same value and the same, complete gradient on every rank. A *split* one is this rank's
 part of a whole. Each function below and its backward keep both promises (Megatron-LM, arXiv:1909.08053, calls
-:func:`share` *f* and :func:`reduce` *g*), so that whatever is composed of them has right gradients. Sequence
-parallelism (arXiv:2205.05198) enters and leaves a split computation from parts (:func:`assemble`, :func:`scatter_sum`).
+:func:`share` *f* and :func:`reduce` *g*), so that whatever is composed of them has right gradients; backwards are made
+of these functions, so that gradients of gradients are right, too. Sequence parallelism (arXiv:2205.05198) enters and
+leaves a split computation from parts (:func:`assemble`, :func:`scatter_sum`).
 
 A dim that is one piece need not be divisible: the first ranks then hold one row more.
 """
@@ -111,8 +112,8 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if len(gradients) == 1:
-            return None, _all_reduce(gradients[0], ctx.group)
+        if len(gradients) == 1 or torch.is_grad_enabled():
+            return None, *(reduce(gradient, ctx.group) for gradient in gradients)
         total = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(total, group=ctx.group.process_group)
         parts = total.split([gradient.numel() for gradient in gradients])
@@ -122,11 +123,12 @@ class _Share(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
         return _all_reduce(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
+        return share(gradient, ctx.group), None
 
 
 class _Take(torch.autograd.Function):
@@ -137,7 +139,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _whole(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
+        return gather(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -148,7 +150,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _local_part(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
+        return take(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
 
 
 class _Assemble(torch.autograd.Function):
@@ -159,7 +161,7 @@ class _Assemble(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _part_of_sum(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
+        return scatter_sum(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -170,31 +172,48 @@ class _ScatterSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _whole(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
+        return assemble(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
 
 
 class _Contribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
         return tensor.view_as(tensor) if group.rank == 0 else torch.zeros_like(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
+        return _CountOnce.apply(gradient, ctx.group), None
+
+
+class _CountOnce(torch.autograd.Function):
+    """The gradient of :func:`contribute`: what is the same on all ranks goes into a sum over the ranks once."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return contribute(gradient, ctx.group), None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.pieces, ctx.group = dim, pieces, group
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup, back: bool = False
+    ) -> Tensor:
+        ctx.dim, ctx.pieces, ctx.group, ctx.back = dim, pieces, group, back
         route = _route(group.rank, pieces, group.size)
+        if back:
+            return _send(tensor, dim, None, route.received, route.sent, torch.argsort(route.stored_order), group)
         return _send(tensor, dim, route.stored_order, route.sent, route.received, None, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        route = _route(ctx.group.rank, ctx.pieces, ctx.group.size)
-        back = torch.argsort(route.stored_order)
-        return _send(gradient, ctx.dim, None, route.received, route.sent, back, ctx.group), None, None, None
+        back = _Exchange.apply(gradient, ctx.dim, ctx.pieces, ctx.group, not ctx.back)
+        return back, None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from lightning_effi.sharding.earlier import EarlierParameter, resolved
 from lightning_effi.tensor.collectives import TensorGroup, share
 from lightning_effi.tensor.rules.vocabulary import embedded
 from lightning_effi.tensor.split import Column, Split, SplitTensor, gathered, whole_weight, wrap
@@ -43,6 +44,8 @@ class WeightsOutsideLayers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if EarlierParameter in types:
+            args, kwargs = resolved(args, kwargs)
         name = getattr(func, "__name__", "")
         # a DTensor that is cut up or rearranged by itself gets a gradient that is laid out otherwise than it
         if not (mixes(name, args, kwargs) or (name in _REARRANGEMENTS and _is_stored(args[0] if args else None))):

@@ -19,6 +19,7 @@ from lightning_effi import _compat
 from lightning_effi.diagnose.probe import restored
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.deferred import DeferredValues
+from lightning_effi.sharding.functions import run as run_function
 from lightning_effi.sharding.initial import broadcast_states
 from lightning_effi.tensor.apply import AppliedPlan
 from lightning_effi.tensor.collectives import TensorGroup
@@ -98,6 +99,7 @@ class TensorRun:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
         _compat.read_scalars_globally()
         _compat.log_scalars_globally()
+        _compat.functions_of_dtensors(run_function)
         self._applied = AppliedPlan(
             module,
             plan.layers,
