@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_effi.diagnose.compare import Comparison, compare_tensors
 from lightning_effi.diagnose.probe import NoDropout, copied, loss_of, of_size_one, plain_gradients, restored, silent
 from lightning_effi.sharding.initial import broadcast_states
-from lightning_effi.step.state import refusing_writes
+from lightning_effi.step.state import undone_writes
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
@@ -80,7 +80,7 @@ class RunProbe:
         """This rank's batch through the plain module, averaged over the ranks."""
         plain._trainer = self._strategy.lightning_module._trainer  # type: ignore[union-attr]
         in_context = self._strategy.precision.train_step_context()
-        with restored(plain), silent(plain), refusing_writes(plain), NoDropout(), in_context:
+        with restored(plain), silent(plain), NoDropout(), in_context:
             loss, gradients = plain_gradients(plain, plain.training_step, *args)
         averaged = {}
         for name, parameter in plain.named_parameters():
@@ -93,7 +93,7 @@ class RunProbe:
 
     def _parallel_step(self, module: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
         engine = self._strategy.engine
-        with engine.whole_window(), restored(module), silent(module), NoDropout():
+        with engine.whole_window(), restored(module), silent(module), undone_writes(module), NoDropout():
             with self._strategy.precision.train_step_context():
                 step = self._strategy.assembly.tensor.over(module.training_step)
                 loss = loss_of(engine.run_step(step, *args))

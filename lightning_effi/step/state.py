@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,16 +11,28 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_effi import _compat
 from lightning_effi.diagnose.probe import counters, same_randomness
 
 
 class _ParameterWrites(TorchDispatchMode):
-    """Notes operators that write into a parameter, also through ``.data``, which version counters do not see."""
+    """Notes operators that write into a parameter, also through ``.data``, which version counters do not see.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        watched: plain parameters, or this rank's parts of sharded ones, by name.
+        saves: whether to keep what they were before the first of these operators.
+
+    Attributes:
+        names: of the parameters that were written to.
+        saved: for each of them, its memory and a copy of what it was.
+    """
+
+    def __init__(self, watched: Iterable[tuple[str, Tensor]], saves: bool = False) -> None:
         super().__init__()
         self.names: set[str] = set()
-        self._watched = {p.untyped_storage().data_ptr(): name for name, p in _plain_parameters(module)}
+        self.saved: list[tuple[Tensor, Tensor]] = []
+        self._saves = saves
+        self._watched = {p.untyped_storage().data_ptr(): (name, p.detach()) for name, p in watched if p.numel()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -30,29 +42,35 @@ class _ParameterWrites(TorchDispatchMode):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for tensor in tree_leaves(value):
                 if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                    name = self._watched.get(tensor.untyped_storage().data_ptr())
-                    if name is not None:
-                        self.names.add(name)
+                    self._note(_compat.local_tensor(tensor).untyped_storage().data_ptr())
         return func(*args, **kwargs)
+
+    def _note(self, memory: int) -> None:
+        name, tensor = self._watched.get(memory, (None, None))
+        if name is not None and tensor is not None and name not in self.names:
+            self.names.add(name)
+            if self._saves:
+                self.saved.append((tensor, tensor.clone()))
 
 
 @contextmanager
-def refusing_writes(module: nn.Module) -> Iterator[None]:
-    """Inside runs a step that will run again.
+def undone_writes(module: nn.Module) -> Iterator[None]:
+    """Inside runs a step that will run again: what it writes into parameters (a teacher's average, say) is undone.
 
-    Raises:
-        ValueError: on leaving, if it changed a parameter itself, which would then be changed twice.
+    Only what is written to is kept twice.
     """
-    writes = _ParameterWrites(module)
-    memory = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
-    with writes:
-        yield
-    moved = {name for name, parameter in module.named_parameters() if parameter.data_ptr() != memory.get(name)}
-    if names := sorted(writes.names | moved):
-        raise ValueError(
-            f"training_step changes '{names[0]}' itself, and with tensor parallelism the first step runs more than"
-            " once, to plan and to compare. Change parameters in on_train_batch_start or on_train_batch_end"
-        )
+    parameters = [(p, name, _compat.local_tensor(p).detach()) for name, p in module.named_parameters()]
+    writes = _ParameterWrites(((name, memory) for _, name, memory in parameters), saves=True)
+    try:
+        with writes:
+            yield
+    finally:
+        for parameter, _, memory in parameters:
+            if _compat.local_tensor(parameter).data_ptr() != memory.data_ptr():  # parameter.data = ...
+                is_plain = _compat.local_tensor(parameter) is parameter
+                parameter.data = memory if is_plain else _compat.wrap_local(memory, parameter)  # type: ignore[arg-type]
+        for memory, before in writes.saved:
+            memory.copy_(before)
 
 
 def changed_by(module: nn.Module, step: Callable[[], Any]) -> list[str]:
@@ -62,7 +80,8 @@ def changed_by(module: nn.Module, step: Callable[[], Any]) -> list[str]:
     counted, and neither are torchmetrics metrics: updating them piece by piece is updating them with the batch.
     The caller restores the module.
     """
-    writes = _ParameterWrites(module)
+    plain = [(name, p) for name, p in module.named_parameters() if _compat.local_tensor(p) is p]
+    writes = _ParameterWrites(plain)
     with same_randomness(module), writes:
         step()
     before = _state(module)
@@ -70,12 +89,6 @@ def changed_by(module: nn.Module, step: Callable[[], Any]) -> list[str]:
         step()
     after = _state(module)
     return sorted(writes.names) + [name for name, value in after.items() if not _same(value, before.get(name))]
-
-
-def _plain_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in module.named_parameters():
-        if not hasattr(parameter, "_local_tensor") and parameter.numel():
-            yield name, parameter
 
 
 def _state(module: nn.Module) -> dict[str, Any]:

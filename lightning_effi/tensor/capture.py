@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_effi.diagnose.probe import restored, silent
 from lightning_effi.inspect import Block
-from lightning_effi.step.state import refusing_writes
+from lightning_effi.step.state import undone_writes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def capture_inputs(
             torch.no_grad(),
             restored(module),
             silent(module),
-            refusing_writes(module),
+            undone_writes(module),
             suppress(_EverythingSeenError),
         ):
             step(*copy.deepcopy(args), **copy.deepcopy(kwargs))

@@ -154,9 +154,7 @@ def test_two_pipelines_beside_each_other(accumulate: int) -> None:
 
 
 def test_too_few_blocks() -> None:
-    with pytest.raises(
-        WorkerError, match=r"4 pipeline stages need at least 4 blocks, and the step has 3\. Use .*=3"
-    ):
+    with pytest.raises(WorkerError, match=r"4 pipeline stages need at least 4 blocks, and the step has 3\. Use .*=3"):
         run(pipelined("gpt-tied", 4, module={"blocks": 3}))
 
 

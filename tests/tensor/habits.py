@@ -348,3 +348,20 @@ class Generated(pl.Callback):
 
 def classifying_pixels(**settings: Any) -> PixelGPT:
     return PixelGPT(classify=True, **settings)
+
+
+class Distilling(InnerMethods):
+    """A teacher, other than the student from the start, follows it within ``training_step``; a weight is bounded there."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.teacher = Inner().requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for followed, mine in zip(self.model.parameters(), self.teacher.parameters(), strict=True):
+                mine.data.mul_(0.7).add_(followed.data, alpha=0.3)
+            weight = self.model.layers[0].mlp[0].weight
+            weight.data = weight.data.clamp(-0.05, 0.05)
+            targets = self.teacher.encode(batch[:, :-1])
+        return self.loss(batch) + F.mse_loss(self.model.encode(batch[:, :-1]), targets)
