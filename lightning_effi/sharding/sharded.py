@@ -389,9 +389,11 @@ class ShardedEngine(Engine):
     def explain(self, exception: BaseException) -> None:
         if "mixed torch.Tensor and DTensor" in str(exception):
             exception.add_note(
-                f"lightning_effi: with zero_stage={self._plan.zero_stage}, a parameter of a block was used outside the"
-                " block's forward, which no step before this one did. Use zero_stage=2, where all parameters are whole"
-                " throughout a step"
+                "lightning_effi: a sharded tensor met a plain one. `tensor.full_tensor()`, called on all ranks, is its"
+                " whole as a plain tensor"
+                if self._gather_all
+                else "lightning_effi: with zero_stage=3, a parameter of a block was used outside the block's forward,"
+                " which no step before this one did. Use zero_stage=2, where all parameters are whole throughout a step"
             )
         if self._trace:
             exception.add_note(
