@@ -107,7 +107,10 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequenc
     name = getattr(func, "__name__", "")
     if (_steps_under_way and any(mesh.mesh_dim_names != ("tp",) for mesh in meshes)) or _is_in_place(name):
         return func(*args, **kwargs)
-    on_wholes = lambda: func(*_complete(args), **_complete(kwargs))  # noqa: E731
+
+    def on_wholes() -> Any:
+        return func(*_complete(args), **_complete(kwargs))
+
     return on_wholes() if _meet(tensors) else _or_whole(partial(func, *args, **kwargs), on_wholes)
 
 

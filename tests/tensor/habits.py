@@ -351,7 +351,7 @@ def classifying_pixels(**settings: Any) -> PixelGPT:
 
 
 class Distilling(InnerMethods):
-    """A teacher, another one from the start, follows the student within ``training_step``; a weight is bounded there."""
+    """A teacher, another one from the start, follows within ``training_step``; a weight is bounded there."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
