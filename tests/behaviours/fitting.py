@@ -152,9 +152,10 @@ def make_fit(run: Fit) -> tuple[pl.Trainer, pl.LightningModule, DataLoader[Any],
     watch, extra = _Watch(), [factory() for factory in run.callbacks]
     defaults: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False, "precision": run.precision}
     trainer = make_trainer(run.strategy, run.world_size, callbacks=[watch, *extra], **(defaults | dict(run.trainer)))
-    rank = trainer.global_rank if run.world_size > 1 else 0
-    train = _loader(run.batches(), rank, run.world_size)
-    validation = None if run.validation is None else _loader(run.validation(), rank, run.world_size)
+    strategy: Any = trainer.strategy
+    share = (strategy.data_parallel_rank, strategy.data_parallel_size) if run.world_size > 1 else (0, 1)
+    train = _loader(run.batches(), *share)
+    validation = None if run.validation is None else _loader(run.validation(), *share)
     return trainer, module, train, validation, watch
 
 
