@@ -8,7 +8,7 @@ library writes its trunk, so neither class names nor a registry are needed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,25 +33,30 @@ class Block:
 def find_blocks(root: nn.Module) -> list[Block]:
     """The blocks of ``root``, in registration order, outermost containers first, none inside another.
 
-    Left out, so that they stay with the root: modules whose ``forward`` is never called (nested containers, whose
-    own children are looked at instead), modules that stand in the tree twice, and modules that share a parameter
-    with anything outside themselves.
+    A block may have several names (``self.layers = self.model.layers``), of which the first is taken. Left out, so that
+    they stay with the root: modules whose ``forward`` is never called (nested containers, whose own children are looked
+    at instead), and modules that share a parameter, or a module inside, with anything outside themselves.
     """
-    seen = Counter(id(module) for _, module in root.named_modules(remove_duplicate=False))
-    owners = _parameter_owners(root)
-    return [
-        Block(name, module)
-        for name, module in _candidates("", root)
-        if seen[id(module)] == 1 and not _shares_parameters(module, owners)
-    ]
+    found = _outermost(_candidates("", root))
+    uses = Counter(id(module) for block in found for module in block.module.modules())
+    owners: dict[int, set[int]] = {}
+    for (module, _), parameter in _places(root).items():
+        owners.setdefault(id(parameter), set()).add(module)
+
+    def stands_alone(block: nn.Module) -> bool:
+        inside = {id(module) for module in block.modules()}
+        shares_modules = any(uses[module] > 1 for module in inside)
+        return not shares_modules and all(owners[id(parameter)] <= inside for parameter in block.parameters())
+
+    return [block for block in found if stands_alone(block.module)]
 
 
 def find_all_blocks(root: nn.Module) -> list[Block]:
     """As :func:`find_blocks`, for what is changed in place and needs no group of parameters to itself.
 
-    Also found are the only member of a ``ModuleList`` (a trunk of one block, or of one that is called many times),
-    blocks that stand in the tree more than once, and blocks of one class that share parameters with each other. Where
-    there is none of these, children of one class are taken wherever they stand.
+    Also found are the only member of a ``ModuleList`` (a trunk of one block, or of one that is called many times), and
+    blocks of one class that share parameters with each other. Where there is none of these, children of one class are
+    taken wherever they stand.
     """
     found = _all_candidates(root)
     inside = {place for block in found for place in _places(block.module)}
@@ -74,10 +79,16 @@ def _all_candidates(root: nn.Module) -> list[Block]:
             only = f"{name}.0" if name else "0"
             if not any(_holds(only, other) or _holds(other, only) for other in found):
                 found[only] = module[0]
+    return _outermost((found or dict(_siblings("", root))).items())
+
+
+def _outermost(found: Iterable[tuple[str, nn.Module]]) -> list[Block]:
+    """Each module once, by its first name, and none that is part of another."""
     unique: dict[int, Block] = {}
-    for name, module in (found or dict(_siblings("", root))).items():
+    for name, module in found:
         unique.setdefault(id(module), Block(name, module))
-    return list(unique.values())
+    parts = {id(part) for block in unique.values() for part in block.module.modules() if part is not block.module}
+    return [block for key, block in unique.items() if key not in parts]
 
 
 def _siblings(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -136,17 +147,3 @@ def _is_worth_a_group(module: nn.Module) -> bool:
 def _is_plain_container(module: nn.Module) -> bool:
     """``ModuleList`` and ``ModuleDict`` have no forward, so no hook on them would ever fire."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
-
-
-def _parameter_owners(root: nn.Module) -> Counter[int]:
-    """How many (module, name) places hold each parameter; a module that stands in several counts in each."""
-    return Counter(
-        id(parameter)
-        for _, module in root.named_modules(remove_duplicate=False)
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
-
-
-def _shares_parameters(block: nn.Module, owners: Counter[int]) -> bool:
-    return any(owners[parameter] > count for parameter, count in _parameter_owners(block).items())

@@ -108,6 +108,7 @@ class ShardedEngine(Engine):
         # A root policy that casts would turn the batch's float targets into low precision.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         done: set[int] = set()
+        scalars = {self.module.get_parameter(info.name) for info in self._plan.replicated}
         values = DeferredValues(self.module)
         for name in [*(g.module for g in self._plan.groups if g.module != ROOT), ROOT]:
             unit = self.module.get_submodule(name)
@@ -118,11 +119,12 @@ class ShardedEngine(Engine):
             broadcast_states(moved, group)
             for tensor, ours in zip(fresh, moved, strict=True):
                 tensor.data = ours
-            scalars = {self.module.get_parameter(info.name) for info in self._plan.replicated}
+            # a block's part may have a name outside the block as well
+            others = scalars | {p for p in unit.parameters() if id(p) in done}
             before = [p for p in unit.parameters() if p not in scalars and id(p) not in done]
             target = self.root if name == ROOT else unit
             reshard = not self._gather_all and name != ROOT
-            fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=scalars)
+            fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=others)
             _compat.fsdp_keep_class_name(target)
             _compat.fsdp_refuse_copies(target)
             done.update(id(buffer) for buffer in unit.buffers())

@@ -42,6 +42,22 @@ class HoldsParameters(Untied):
         nn.utils.clip_grad_norm_(self.held, 0.05)
 
 
+class Aliases(Untied):
+    """Has further names for its blocks, their parts and other modules, and uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last, self.table = self.blocks, self.blocks[-1], self.embedding
+        self.part = self.blocks[0].mlp
+        self.mixers = nn.ModuleList(block.attention for block in self.blocks)  # type: ignore[union-attr]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + self.positions[: tokens.shape[1]]
+        for block in self.layers[:-1]:
+            x = block(x)
+        return self.head(self.norm(self.last(x)))  # type: ignore[no-any-return]
+
+
 class NotesOnParameters(Untied):
     """Hooks on gradients, and attributes of parameters."""
 
@@ -168,6 +184,7 @@ class PlainBackward(Untied):
 
 
 MODULES = [
+    Aliases,
     HoldsParameters,
     NotesOnParameters,
     SetsData,

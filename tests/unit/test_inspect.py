@@ -50,12 +50,19 @@ def test_single_linear_layers_are_blocks_only_when_large() -> None:
     assert names(nn.ModuleDict({"small": small, "large": large})) == ["large.0", "large.1"]
 
 
-def test_module_that_stands_in_the_tree_twice_is_no_block() -> None:
-    shared = layer()
+def test_blocks_with_several_names_have_the_first() -> None:
     root = nn.Module()
-    root.layers = nn.ModuleList([shared, layer(), layer()])
-    root.again = shared
-    assert names(root) == ["layers.1", "layers.2"]
+    root.layers = nn.ModuleList([layer(), layer(), layer()])
+    root.again, root.all, root.part = root.layers[0], root.layers, root.layers[1].linear1
+    root.parts = nn.ModuleList(each.self_attn for each in root.layers)
+    assert names(root) == all_names(root) == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_blocks_that_share_a_module_are_none() -> None:
+    root = nn.Module()
+    root.layers = nn.ModuleList([layer(), layer(), layer()])
+    root.layers[0].self_attn = root.layers[2].self_attn
+    assert names(root) == ["layers.1"]
 
 
 def all_names(root: nn.Module) -> list[str]:
