@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, same_randomness
+from lightning_effi.diagnose.draws import SameForAllRows
+from lightning_effi.diagnose.probe import loss_of, restored, same_randomness
 from lightning_effi.diagnose.randomness import Randomness
 from lightning_effi.inspect.parameters import describe_parameters
 from lightning_effi.inspect.trunk import find_trunk
@@ -232,7 +233,7 @@ class PipelineRunner:
         return results
 
     def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]:
-        """Forward of each piece without gradients and dropout, all with the same random numbers."""
+        """Forward of each piece without gradients and dropout, with the same random numbers for all rows."""
         data = [piece.data for piece in pieces]
         with self._comparably():
             return self._engine.with_parameters(self._forward_only, self._module.training_step, data, args)
@@ -419,7 +420,7 @@ class PipelineRunner:
     def _comparably(self) -> Iterator[None]:
         self._comparing = True
         try:
-            with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
+            with torch.no_grad(), SameForAllRows(), self._strategy.precision.train_step_context():
                 yield
         except RuntimeError as error:
             if "does not require grad" in str(error):

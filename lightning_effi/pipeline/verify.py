@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_effi.diagnose.compare import compare_tensors
-from lightning_effi.diagnose.probe import NoDropout, loss_of, restored, silent
+from lightning_effi.diagnose.draws import SameForAllRows
+from lightning_effi.diagnose.probe import loss_of, restored, silent
 from lightning_effi.diagnose.run import judge
 from lightning_effi.sharding.agreement import Agreement
 from lightning_effi.sharding.casting import computed_in
@@ -47,7 +48,7 @@ class StageVerification:
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
         total = torch.zeros((), device=strategy.root_device)
-        with computed_in(strategy.precision.compute, module), restored(module), silent(module), NoDropout():
+        with computed_in(strategy.precision.compute, module), restored(module), silent(module), SameForAllRows():
             for data, weight in parts:
                 with strategy.precision.train_step_context():
                     loss = loss_of(module.training_step(copy.deepcopy(data), *args)) * weight
@@ -73,7 +74,7 @@ class StageVerification:
         started = time.monotonic()
         strategy, module, engine = self._strategy, self._strategy.lightning_module, self._strategy.engine
         assert module is not None
-        with engine.whole_window(), restored(module), NoDropout():
+        with engine.whole_window(), restored(module), SameForAllRows():
             results = self._runner.train(pieces, weights, 1.0, args)
         engine.before_optimizer_step()
         losses = [result.loss for result in results if result.loss is not None]

@@ -212,9 +212,10 @@ class WeightChoice:
         raise RuntimeError(
             "microbatches: the loss of a batch is not made up of the losses of its micro-batches: it is"
             f" {losses[0]:.6g}, and by {tried}. Either training_step compares the samples of a batch with each other"
-            " (an in-batch contrastive loss, batch statistics), or it draws random numbers other than dropout's, or it"
-            " ignores labels other than ignore_index. Use microbatches=1, or say how to weight them:"
-            ' Microbatches(weight="samples" | "uniform" | "valid_labels" | "package.function", ignore_index=...)'
+            " (an in-batch contrastive loss, batch statistics), or it draws random numbers for its rows otherwise than"
+            " by torch's functions, or it ignores labels other than ignore_index. Use microbatches=1, or say how to"
+            ' weight them: Microbatches(weight="samples" | "uniform" | "valid_labels" | "package.function",'
+            " ignore_index=...)"
         )
 
 

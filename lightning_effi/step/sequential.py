@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_effi.diagnose.probe import NoDropout, loss_of, same_randomness
+from lightning_effi.diagnose.draws import SameForAllRows
+from lightning_effi.diagnose.probe import loss_of, same_randomness
 from lightning_effi.step.logs import StepResult, captured_logs
 from lightning_effi.step.split import Piece
 from lightning_effi.step.state import changed_by
@@ -77,9 +78,9 @@ class SequentialRunner:
             result.loss.backward()
 
     def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]:
-        """Forward of each piece without gradients and dropout, all from the same random state."""
+        """Forward of each piece without gradients and dropout, with the same random numbers for all rows."""
         results = []
-        with torch.no_grad(), NoDropout(), self._strategy.precision.train_step_context():
+        with torch.no_grad(), SameForAllRows(), self._strategy.precision.train_step_context():
             for piece in pieces:
                 with same_randomness(self._strategy.lightning_module):
                     results.append(self._forward(piece, args))
