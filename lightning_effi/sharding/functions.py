@@ -33,6 +33,8 @@ _DRAWS_IN_PLACE = {
     *("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
 }
 _steps_under_way = 0
+# They compute nothing from the values of their arguments, and must not run a second time.
+_NO_VALUES = {"backward", "__deepcopy__", "__reduce_ex__", "__setstate__", "requires_grad_", "retain_grad", "__hash__"}
 _LINEAGE = "_lightning_effi_lineage"
 _GRADIENT_HOOKS = "_lightning_effi_gradient_hooks"
 _REBOUND = "_lightning_effi_rebound"
@@ -41,7 +43,7 @@ _REBOUND = "_lightning_effi_rebound"
 def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, in which some arguments are DTensors."""
     owner, name = getattr(func, "__self__", None), getattr(func, "__name__", "")
-    if _compat.in_backward() or torch.compiler.is_compiling() or name.startswith("_fused"):
+    if _compat.in_backward() or torch.compiler.is_compiling() or name in _NO_VALUES or name.startswith("_fused"):
         return func(*args, **kwargs)
     if owner is Tensor.data:
         return _set_data(*args) if name == "__set__" else _view(func, args, kwargs)
