@@ -40,7 +40,7 @@ def fit_compiled(strategy: Strategy) -> dict[str, Any]:
     Version(torch.__version__) < Version("2.14"),
     reason="the compiler of torch 2.13 cannot trace LightningModule.log: stock Trainers fail alike",
 )
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))])
 def test_a_compiled_module_trains_alike(zero_stage: int) -> None:
     assert assert_same_as_single_process(fit_compiled, zero_stage)[0]["step"] == 4
 

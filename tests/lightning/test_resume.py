@@ -56,7 +56,7 @@ def uninterrupted_and_resumed(strategy: Strategy) -> list[dict[str, Any]]:
 
 
 @Formats
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.full), 2, 3])
 def test_resumed_run_equals_the_uninterrupted_one_to_the_bit(zero_stage: int, checkpoints: str) -> None:
     settings = {"zero_stage": zero_stage, "checkpoints": checkpoints}
     for rank, (whole, *resumed) in enumerate(run_distributed(uninterrupted_and_resumed, 2, settings)):
@@ -94,11 +94,11 @@ def zero(stage: int, checkpoints: str = "full") -> dict[str, Any]:
     ("checkpoints", "stage", "ranks", "then", "then_ranks"),
     [
         pytest.param("sharded", 3, 2, zero(1), 2, id="sharded-stage3-to-stage1"),
-        pytest.param("sharded", 2, 2, zero(0), 2, id="sharded-stage2-to-stage0"),
+        pytest.param("sharded", 2, 2, zero(0), 2, marks=pytest.mark.full, id="sharded-stage2-to-stage0"),
         pytest.param("sharded", 3, 2, zero(2), 1, id="sharded-two-ranks-to-one"),
         pytest.param("sharded", 0, 1, zero(3), 2, id="sharded-one-rank-to-two"),
         pytest.param("full", 3, 2, None, 1, id="full-to-stock-single-process"),
-        pytest.param("full", 1, 2, "ddp", 2, id="full-to-stock-ddp"),
+        pytest.param("full", 1, 2, "ddp", 2, marks=pytest.mark.full, id="full-to-stock-ddp"),
         pytest.param("full", 2, 2, zero(3, "sharded"), 2, id="full-to-sharded-stage3"),
     ],
 )

@@ -82,7 +82,7 @@ def data(name: str, count: int) -> list[Any]:
 
 
 NAMES = ("qwen3", "t5", "vit", "gemma2", "mixtral", "llama-cache", "llama-checkpointed", "deberta")
-CHOSEN = {("qwen3", "zbv"), ("t5", "zbv"), ("t5", "1f1b"), ("vit", "zb1p"), ("gemma2", "1f1b"), ("mixtral", "zb1p"),
+CHOSEN = {("qwen3", "zbv"), ("t5", "zbv"), ("vit", "zb1p"), ("gemma2", "1f1b"), ("mixtral", "zb1p"),
           ("llama-cache", "interleaved"), ("llama-checkpointed", "1f1b"), ("deberta", "1f1b")}  # fmt: skip
 
 

@@ -313,9 +313,9 @@ def test_steps_that_skip_a_batch_are_refused_as_lightning_does() -> None:
     ("module", "schedule"),
     [
         (DataclassState, "1f1b"),
-        (ParameterForEveryBlock, "interleaved"),
+        pytest.param(ParameterForEveryBlock, "interleaved", marks=pytest.mark.full),
         (Hooked, "zb1p"),
-        (WorksInPlace, "1f1b"),
+        pytest.param(WorksInPlace, "1f1b", marks=pytest.mark.full),
         (FrozenWithoutGradients, "1f1b"),
         (LogsBetweenBlocks, "zbv"),
     ],
