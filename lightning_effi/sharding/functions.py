@@ -97,7 +97,7 @@ def _or_whole(directly: Callable[[], Any], on_wholes: Callable[[], Any]) -> Any:
     """
     try:
         return directly()
-    except dist.DistError:
+    except (dist.DistError, torch.OutOfMemoryError):  # this rank's alone: the others would wait for the whole
         raise
     except (NotImplementedError, RuntimeError):
         return on_wholes()

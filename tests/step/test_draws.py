@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_effi.diagnose.draws import SameForAllRows
-from tests.harness import Training, run
+from tests.harness import Training, run, train_and_assert_parity
 from tests.models.gpt import GPT, VOCABULARY, batches
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -96,3 +96,24 @@ def test_steps_that_draw_for_their_rows_are_cut(model: type[GPT], stages: int) -
     assert len(record.losses) == 3
     assert all(0 < loss < 10 for loss in record.losses)
     assert record.losses[0] != record.losses[1]
+
+
+class DropsAlike(Drops):
+    """Draws in training, too, what depends on nothing but its shape, so that one process draws the same."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        with SameForAllRows():
+            return super().loss(batch)
+
+
+class DenoisesAlike(Denoises):
+    def loss(self, batch: Tensor) -> Tensor:
+        with SameForAllRows():
+            return super().loss(batch)
+
+
+@pytest.mark.parametrize("model", [DropsAlike, DenoisesAlike])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_gradients_equal_single_process_where_that_draws_the_same(model: type[GPT], stages: int) -> None:
+    strategy = {"pipeline_parallel_size": stages, "microbatches": 2}
+    train_and_assert_parity(Training(model, partial(batches, rows=4), strategy=strategy, world_size=stages))
