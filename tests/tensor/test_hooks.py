@@ -11,22 +11,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.behaviours.test_gradients_seen_by_hooks import READERS
+from tests.behaviours.test_gradients_seen_by_hooks import READERS, Read
 from tests.harness import make_trainer, run_distributed, run_isolated
 from tests.models.gpt import GPT, batches
-
-
-class Read(pl.Callback):
-    """``observation``: for each step, the value of each reader."""
-
-    def __init__(self) -> None:
-        self.observation: list[dict[str, Any]] = []
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self.observation.append({name: read(pl_module) for name, read in READERS.items()})
 
 
 class Manual(GPT):
