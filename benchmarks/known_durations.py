@@ -24,8 +24,8 @@ from benchmarks.overhead import ClockCallback
 from benchmarks.report import format_table
 from lightning_effi import EffiStrategy
 from lightning_effi.config import Pipeline, Schedule
-from lightning_effi.pipeline.schedule import activation_bound, make_schedule
-from lightning_effi.pipeline.timeline import Timeline
+from lightning_effi.pipeline_parallel.planning.schedule import activation_bound, make_schedule
+from lightning_effi.pipeline_parallel.planning.timeline import Timeline
 
 WIDTH = 8
 

@@ -10,27 +10,27 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_effi import _compat
-from lightning_effi.diagnose.run import RunProbe
-from lightning_effi.pipeline.engine import PipelineEngine
-from lightning_effi.pipeline.plan import PipelinePlan, Stage
-from lightning_effi.pipeline.runner import PipelineRunner
-from lightning_effi.pipeline.stages import StageParameters
-from lightning_effi.pipeline.verify import StageVerification
+from lightning_effi.comm.agreement import Agreement
+from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.data_parallel.build import build_engine
+from lightning_effi.data_parallel.casting import computed_in
+from lightning_effi.data_parallel.engine import Engine
+from lightning_effi.data_parallel.optimizers import DetachedOptimizers, moments
+from lightning_effi.data_parallel.plan import plan_sharding
+from lightning_effi.data_parallel.refuse import refuse_averaging_of_shards, refuse_unshardable
+from lightning_effi.data_parallel.sharded import ShardedEngine
+from lightning_effi.microbatches.retry import refuse_retry
+from lightning_effi.microbatches.sequential import SequentialRunner
+from lightning_effi.microbatches.step import MicrobatchedStep, Runner, refuse_uncuttable
+from lightning_effi.pipeline_parallel.engine import PipelineEngine
+from lightning_effi.pipeline_parallel.planning.plan import PipelinePlan, Stage
+from lightning_effi.pipeline_parallel.running.runner import PipelineRunner
+from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
+from lightning_effi.pipeline_parallel.verify import StageVerification
 from lightning_effi.plan import Plan
-from lightning_effi.sharding.agreement import Agreement
-from lightning_effi.sharding.build import build_engine
-from lightning_effi.sharding.casting import computed_in
-from lightning_effi.sharding.engine import Engine
-from lightning_effi.sharding.optimizers import DetachedOptimizers, moments
-from lightning_effi.sharding.plan import plan_sharding
-from lightning_effi.sharding.refuse import refuse_averaging_of_shards, refuse_unshardable
-from lightning_effi.sharding.sharded import ShardedEngine
-from lightning_effi.step.microbatches import MicrobatchedStep, Runner, refuse_uncuttable
-from lightning_effi.step.retry import refuse_retry
-from lightning_effi.step.sequential import SequentialRunner
-from lightning_effi.tensor.plan import TensorPlan
-from lightning_effi.tensor.run import TensorRun
+from lightning_effi.tensor_parallel.planning.plan import TensorPlan
+from lightning_effi.tensor_parallel.run import TensorRun
+from lightning_effi.verify.run import RunProbe
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -174,7 +174,7 @@ class Assembly:
 
     def _prepare_optimizers(self) -> None:
         strategy = self._strategy
-        _compat.optimizers_to_device(strategy.optimizers, strategy.root_device)
+        lightning_compat.optimizers_to_device(strategy.optimizers, strategy.root_device)
         for optimizer in strategy.optimizers:
             self.engine.watch(optimizer)
         strategy.precision.step_on_shards(strategy.optimizers)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_effi import _compat
+from lightning_effi.compat import lightning as lightning_compat
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -30,9 +30,9 @@ def make_launcher(strategy: EffiStrategy, start_method: StartMethod) -> Any:
     if strategy.num_processes * strategy.num_nodes == 1 and not external:
         return None
     if start_method == "auto":
-        start_method = "fork" if _compat.is_interactive() and not external else "popen"
+        start_method = "fork" if lightning_compat.is_interactive() and not external else "popen"
     if start_method == "popen" or external:
-        return _compat.popen_launcher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        return lightning_compat.popen_launcher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
     return _FullWeightsLauncher(strategy, start_method=start_method)
 
 
@@ -50,7 +50,7 @@ def end_other_processes(launcher: Any) -> None:
                 process.kill()
 
 
-class _FullWeightsLauncher(_compat.MultiProcessingLauncher):
+class _FullWeightsLauncher(lightning_compat.MultiProcessingLauncher):
     """fork and spawn hand the weights back to the main process: gather them there, under their own names."""
 
     @override

@@ -11,10 +11,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_effi import _compat
+from lightning_effi.comm.logged import reduce_logged
+from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.compat import torch as torch_compat
 from lightning_effi.config import EffiConfig
 from lightning_effi.layout import AXES, Layout
-from lightning_effi.step.logging import reduce_logged
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import LayerSync
@@ -159,22 +160,22 @@ class MeshStrategy(ParallelStrategy, ABC):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self.is_distributed or not _compat.is_seeded():
+        if self.is_distributed or not lightning_compat.is_seeded():
             # otherwise the loader goes on from where the module's initialisation left, as in a single process
-            _compat.reset_seed()
+            lightning_compat.reset_seed()
         self.set_world_ranks()
         if not self.needs_process_group:
             return
         assert self.cluster_environment is not None
-        _compat.init_process_group(
+        lightning_compat.init_process_group(
             self.cluster_environment,
-            self.config.process_group_backend or _compat.default_backend(self.root_device),
+            self.config.process_group_backend or lightning_compat.default_backend(self.root_device),
             self.config.timeout,
             device_id=None if self.root_device.type == "cpu" else self.root_device,
         )
         if self._device_mesh is None:
             self._device_mesh = self.layout.device_mesh(self.root_device.type)
-            self._data_parallel_group = _compat.flatten_mesh(
+            self._data_parallel_group = torch_compat.flatten_mesh(
                 self._device_mesh["replicate", "shard"], "data_parallel"
             ).get_group()
             self._control_group = self._on_cpu(self._data_parallel_group, ("replicate", "shard"))
@@ -202,7 +203,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        _compat.set_rank_zero(self.global_rank)
+        lightning_compat.set_rank_zero(self.global_rank)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class MeshStrategy(ParallelStrategy, ABC):
             tensor = tensor.full_tensor()
         if group is None or group is dist.group.WORLD:  # self.all_gather() passes that where no group was asked for
             group = self.data_parallel_group
-        return _compat.all_gather_batch(tensor, group, sync_grads)
+        return lightning_compat.all_gather_batch(tensor, group, sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

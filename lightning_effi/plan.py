@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_effi.data_parallel.plan import ShardingPlan
 from lightning_effi.layout import Layout
-from lightning_effi.pipeline.plan import PipelinePlan
-from lightning_effi.pipeline.timeline import Timeline
-from lightning_effi.sharding.plan import ShardingPlan
-from lightning_effi.tensor.plan import TensorPlan
+from lightning_effi.pipeline_parallel.planning.plan import PipelinePlan
+from lightning_effi.pipeline_parallel.planning.timeline import Timeline
+from lightning_effi.tensor_parallel.planning.plan import TensorPlan
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_effi import _compat
 from lightning_effi.assembly import Assembly
 from lightning_effi.checkpoint.run import RunCheckpoint
+from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.config import (
     ActivationCheckpointing,
     Attention,
@@ -39,17 +39,17 @@ from lightning_effi.config import (
     as_timedelta,
     expand,
 )
+from lightning_effi.data_parallel.engine import Engine
+from lightning_effi.gradients.readable import ReadableShards
+from lightning_effi.gradients.window import AccumulationWindow
 from lightning_effi.launch import end_other_processes, make_launcher
+from lightning_effi.loop.batches import agree_on_length
+from lightning_effi.loop.signals import DeferredSignals
+from lightning_effi.loop.skipped import SkippedSteps
 from lightning_effi.mesh import MeshStrategy
+from lightning_effi.modules.deferred import parameters_on_meta
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
-from lightning_effi.sharding.deferred import parameters_on_meta
-from lightning_effi.sharding.engine import Engine
-from lightning_effi.step.accumulation import AccumulationWindow
-from lightning_effi.step.batches import agree_on_length
-from lightning_effi.step.readable import ReadableShards
-from lightning_effi.step.signals import DeferredSignals
-from lightning_effi.step.skipped import SkippedSteps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -223,7 +223,7 @@ class EffiStrategy(MeshStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        asked = _compat.precision_flag(model.trainer)
+        asked = lightning_compat.precision_flag(model.trainer)
         if self._given_precision is not None and asked not in ("32-true", self.precision.precision):
             raise ValueError(
                 f"Trainer(precision={asked!r}) and EffiStrategy(precision_plugin=...) with precision"

@@ -28,7 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_effi import _compat
+from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.compat import fsdp as fsdp_compat
+from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.compat import torch as torch_compat
 from tests.harness import WorkerEnvironment, make_trainer, run_distributed
 
 # rooms that test what they rely on themselves
@@ -37,7 +40,7 @@ _covered: set[str] = set()
 
 
 def relies_on(function: str, private: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Names the function of ``_compat`` that a test exercises and the private names behind it."""
+    """Names the function of ``compat`` that a test exercises (``fsdp.groups``) and the private names behind it."""
     _covered.add(function)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -47,7 +50,7 @@ def relies_on(function: str, private: str) -> Callable[[Callable[..., None]], Ca
                 test(*args, **kwargs)
             except Exception as error:
                 versions = f"torch {torch.__version__} and Lightning {lightning.__version__}"
-                pytest.fail(f"_compat.{function} relies on {private}, which fails with {versions}: {error!r}")
+                pytest.fail(f"compat.{function} relies on {private}, which fails with {versions}: {error!r}")
 
         return named
 
@@ -55,12 +58,15 @@ def relies_on(function: str, private: str) -> Callable[[Callable[..., None]], Ca
 
 
 def test_every_function_is_covered() -> None:
-    functions = {
-        name for name, value in vars(_compat).items() if isinstance(value, FunctionType) and not name.startswith("_")
+    ours = {
+        f"{module.__name__.rsplit('.', 1)[1]}.{name}"
+        for module in (dtensor_compat, fsdp_compat, lightning_compat, torch_compat)
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and not name.startswith("_") and inspect.getmodule(value) is module
     }
-    ours = {name for name in functions if inspect.getmodule(getattr(_compat, name)) is _compat}
     tests = [Path(__file__).parent / name for name in ELSEWHERE]
-    assert ours == _covered.union(*(re.findall(r"_compat\.([a-z]\w+)", test.read_text()) for test in tests))
+    used = [re.findall(r"(dtensor|fsdp|lightning|torch)_compat\.([a-z]\w+)", test.read_text()) for test in tests]
+    assert ours == _covered.union(*({".".join(found) for found in names} for names in used))
 
 
 # --- one process ----------------------------------------------------------------------------------------------------
@@ -94,67 +100,67 @@ def gathered(mesh: DeviceMesh) -> Network:
     module = Network()
     fully_shard(module.block, mesh=mesh)
     fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    _compat.fsdp_initialize(module)
-    for group in _compat.fsdp_groups(module):
+    fsdp_compat.initialize(module)
+    for group in fsdp_compat.groups(module):
         group.unshard()
         group.wait_for_unshard()
     return module
 
 
 def first_param(network: Network) -> Any:
-    return _compat.fsdp_params(_compat.fsdp_groups(network)[-1])[0]
+    return fsdp_compat.params(fsdp_compat.groups(network)[-1])[0]
 
 
-@relies_on("flatten_mesh", "DeviceMesh._flatten")
+@relies_on("torch.flatten_mesh", "DeviceMesh._flatten")
 def test_mesh_axes_become_one(mesh: DeviceMesh) -> None:
-    flat = _compat.flatten_mesh(mesh["replicate", "shard"], "both")
+    flat = torch_compat.flatten_mesh(mesh["replicate", "shard"], "both")
     assert (flat.ndim, flat.size(), flat.mesh_dim_names) == (1, 1, ("both",))
     assert dist.get_process_group_ranks(flat.get_group()) == [0]
 
 
-@relies_on("in_backward", "torch._C._current_graph_task_id")
+@relies_on("torch.in_backward", "torch._C._current_graph_task_id")
 def test_backward_is_told_apart_from_forward() -> None:
     x = torch.ones(1, requires_grad=True)
     seen = []
-    x.register_hook(lambda _gradient: seen.append(_compat.in_backward()))
+    x.register_hook(lambda _gradient: seen.append(torch_compat.in_backward()))
     x.sum().backward()
     assert seen == [True]
-    assert _compat.in_backward() is False
+    assert torch_compat.in_backward() is False
 
 
-@relies_on("fsdp_groups", "FSDPModule._get_fsdp_state()._fsdp_param_groups")
+@relies_on("fsdp.groups", "FSDPModule._get_fsdp_state()._fsdp_param_groups")
 def test_groups_of_a_sharded_module_are_found_once(network: Network) -> None:
-    groups = _compat.fsdp_groups(nn.ModuleList([network, network]))
+    groups = fsdp_compat.groups(nn.ModuleList([network, network]))
     assert len(groups) == 2
     names = {param._param_fqn for group in groups for param in group.fsdp_params}
     assert names == {"block.weight", "block.bias", "head.weight", "head.bias"}
 
 
-@relies_on("fsdp_initialize", "FSDPState._lazy_init")
+@relies_on("fsdp.initialize", "FSDPState._lazy_init")
 def test_root_is_decided_before_the_first_forward(mesh: DeviceMesh) -> None:
     module = Network()
     fully_shard(module.block, mesh=mesh["shard"])
     fully_shard(module, mesh=mesh["shard"])
-    _compat.fsdp_initialize(module)
+    fsdp_compat.initialize(module)
     assert module._get_fsdp_state()._is_root is True
     assert module.block._get_fsdp_state()._is_root is False
 
 
 @pytest.mark.parametrize("method", ["post_backward", "wait_for_unshard", "_to_sharded", "_init_mp_dtypes"])
-@relies_on("fsdp_override", "methods of FSDPParamGroup that may be shadowed on the instance")
+@relies_on("fsdp.override", "methods of FSDPParamGroup that may be shadowed on the instance")
 def test_method_of_one_group_is_shadowed(network: Network, method: str) -> None:
-    first, second = _compat.fsdp_groups(network)
-    _compat.fsdp_override(first, method, lambda: "ours")
+    first, second = fsdp_compat.groups(network)
+    fsdp_compat.override(first, method, lambda: "ours")
     assert getattr(first, method)() == "ours"
     assert getattr(second, method).__func__ is getattr(type(second), method)
     with pytest.raises(AttributeError, match="no_such_method"):
-        _compat.fsdp_override(first, "no_such_method", print)
+        fsdp_compat.override(first, "no_such_method", print)
 
 
-@relies_on("fsdp_override", "FSDP2 calling wait_for_unshard and post_backward through the instance")
+@relies_on("fsdp.override", "FSDP2 calling wait_for_unshard and post_backward through the instance")
 def test_shadowed_methods_are_those_that_fsdp_calls(network: Network) -> None:
     calls = []
-    for group in _compat.fsdp_groups(network):
+    for group in fsdp_compat.groups(network):
         for method in ("wait_for_unshard", "post_backward"):
             original = getattr(group, method)
 
@@ -162,65 +168,65 @@ def test_shadowed_methods_are_those_that_fsdp_calls(network: Network) -> None:
                 calls.append(method)
                 original(*args)
 
-            _compat.fsdp_override(group, method, noted)
+            fsdp_compat.override(group, method, noted)
     network(torch.ones(1, 4)).sum().backward()
     assert calls.count("wait_for_unshard") >= 2
     assert calls.count("post_backward") >= 2
 
 
-@relies_on("fsdp_params", "FSDPParamGroup.fsdp_params")
+@relies_on("fsdp.params", "FSDPParamGroup.fsdp_params")
 def test_parameters_of_a_group_come_in_registration_order(network: Network) -> None:
-    params = _compat.fsdp_params(_compat.fsdp_groups(network)[-1])
+    params = fsdp_compat.params(fsdp_compat.groups(network)[-1])
     assert [param._module_info.param_name for param in params] == ["weight", "bias"]
 
 
-@relies_on("fsdp_sharded_param", "FSDPParam.sharded_param")
+@relies_on("fsdp.sharded_param", "FSDPParam.sharded_param")
 def test_sharded_parameter_is_what_the_module_shows_at_rest(network: Network) -> None:
-    sharded = _compat.fsdp_sharded_param(first_param(network))
+    sharded = fsdp_compat.sharded_param(first_param(network))
     network.block.reshard()
     assert isinstance(sharded, DTensor)
     assert network.block.weight is sharded
 
 
-@relies_on("fsdp_unsharded_param", "FSDPParam._unsharded_param")
+@relies_on("fsdp.unsharded_param", "FSDPParam._unsharded_param")
 def test_full_parameter_is_what_the_module_shows_when_gathered(mesh: DeviceMesh, network: Network) -> None:
-    full = _compat.fsdp_unsharded_param(first_param(network))
+    full = fsdp_compat.unsharded_param(first_param(network))
     assert network.block.weight is full
     assert not isinstance(full, DTensor)
     fresh = Network()
     fully_shard(fresh, mesh=mesh["shard"])
-    assert _compat.fsdp_unsharded_param(first_param(fresh)) is None
+    assert fsdp_compat.unsharded_param(first_param(fresh)) is None
 
 
 def backward_without_reduction(network: Network) -> Any:
-    for group in _compat.fsdp_groups(network):
-        _compat.fsdp_configure_backward(group, reduce=False, reshard=False)
+    for group in fsdp_compat.groups(network):
+        fsdp_compat.configure_backward(group, reduce=False, reshard=False)
     network(torch.ones(1, 4)).sum().backward()
     return first_param(network)
 
 
-@relies_on("fsdp_has_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
-@relies_on("fsdp_configure_backward", "FSDPParamGroup.reduce_grads, all_reduce_grads, reshard_after_backward")
+@relies_on("fsdp.has_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
+@relies_on("fsdp.configure_backward", "FSDPParamGroup.reduce_grads, all_reduce_grads, reshard_after_backward")
 def test_gradient_waits_where_backward_does_not_reduce(network: Network) -> None:
     param = first_param(network)
-    assert not _compat.fsdp_has_unreduced_grad(param)
+    assert not fsdp_compat.has_unreduced_grad(param)
     backward_without_reduction(network)
-    assert _compat.fsdp_has_unreduced_grad(param)
-    assert _compat.fsdp_sharded_param(param).grad is None
-    assert not any(group.is_sharded for group in _compat.fsdp_groups(network))
-    for group in _compat.fsdp_groups(network):
-        _compat.fsdp_configure_backward(group, reduce=True, reshard=True)
+    assert fsdp_compat.has_unreduced_grad(param)
+    assert fsdp_compat.sharded_param(param).grad is None
+    assert not any(group.is_sharded for group in fsdp_compat.groups(network))
+    for group in fsdp_compat.groups(network):
+        fsdp_compat.configure_backward(group, reduce=True, reshard=True)
     network(torch.ones(1, 4)).sum().backward()
-    assert not _compat.fsdp_has_unreduced_grad(param)
+    assert not fsdp_compat.has_unreduced_grad(param)
     expected = 2 * network.head.weight.full_tensor().sum(dim=0)[:, None].expand(4, 4)
-    torch.testing.assert_close(_compat.fsdp_sharded_param(param).grad.full_tensor(), expected)
+    torch.testing.assert_close(fsdp_compat.sharded_param(param).grad.full_tensor(), expected)
 
 
-@relies_on("fsdp_scale_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
+@relies_on("fsdp.scale_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
 def test_unreduced_gradient_is_multiplied(network: Network) -> None:
     param = backward_without_reduction(network)
     before = [g.clone() for g in unreduced_gradients(param)]
-    _compat.fsdp_scale_unreduced_grad(param, 0.5)
+    fsdp_compat.scale_unreduced_grad(param, 0.5)
     assert before
     for old, new in zip(before, unreduced_gradients(param), strict=True):
         torch.testing.assert_close(new, 0.5 * old)
@@ -230,90 +236,90 @@ def unreduced_gradients(param: Any) -> list[Tensor]:
     return [g for g in (param.unsharded_accumulated_grad, param.unsharded_param.grad) if g is not None]
 
 
-@relies_on("fsdp_drop_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
+@relies_on("fsdp.drop_unreduced_grad", "FSDPParam.unsharded_accumulated_grad")
 def test_unreduced_gradient_is_forgotten(network: Network) -> None:
     param = backward_without_reduction(network)
-    _compat.fsdp_drop_unreduced_grad(param)
-    assert not _compat.fsdp_has_unreduced_grad(param)
+    fsdp_compat.drop_unreduced_grad(param)
+    assert not fsdp_compat.has_unreduced_grad(param)
 
 
-@relies_on("fsdp_zero_unreduced_grad", "FSDPParam._unsharded_param")
+@relies_on("fsdp.zero_unreduced_grad", "FSDPParam._unsharded_param")
 def test_absent_gradient_becomes_zeros_and_a_present_one_stays(network: Network) -> None:
     param = first_param(network)
-    _compat.fsdp_zero_unreduced_grad(param)
-    assert torch.equal(_compat.fsdp_unsharded_param(param).grad, torch.zeros(4, 4))
-    _compat.fsdp_drop_unreduced_grad(param)
+    fsdp_compat.zero_unreduced_grad(param)
+    assert torch.equal(fsdp_compat.unsharded_param(param).grad, torch.zeros(4, 4))
+    fsdp_compat.drop_unreduced_grad(param)
     backward_without_reduction(network)
-    before = _compat.fsdp_unsharded_param(param).grad
-    _compat.fsdp_zero_unreduced_grad(param)
-    assert _compat.fsdp_unsharded_param(param).grad is before
+    before = fsdp_compat.unsharded_param(param).grad
+    fsdp_compat.zero_unreduced_grad(param)
+    assert fsdp_compat.unsharded_param(param).grad is before
 
 
-@relies_on("fsdp_set_compute_dtypes", "FSDPParamGroup._init_mp_dtypes and FSDPParam.init_dtype_attrs")
-@relies_on("fsdp_upcast_unreduced_grad", "FSDPParam.to_accumulated_grad_if_needed")
+@relies_on("fsdp.set_compute_dtypes", "FSDPParamGroup._init_mp_dtypes and FSDPParam.init_dtype_attrs")
+@relies_on("fsdp.upcast_unreduced_grad", "FSDPParam.to_accumulated_grad_if_needed")
 def test_each_parameter_is_gathered_in_its_own_dtype(mesh: DeviceMesh) -> None:
     module = nn.Linear(4, 4)
     fully_shard(module, mesh=mesh["shard"])
-    [group] = _compat.fsdp_groups(module)
-    _compat.fsdp_set_compute_dtypes(group, [torch.bfloat16, None], torch.float32)
-    _compat.fsdp_initialize(module)
+    [group] = fsdp_compat.groups(module)
+    fsdp_compat.set_compute_dtypes(group, [torch.bfloat16, None], torch.float32)
+    fsdp_compat.initialize(module)
     module.unshard()
     assert (module.weight.dtype, module.bias.dtype) == (torch.bfloat16, torch.float32)
-    param = _compat.fsdp_params(group)[0]
-    full = _compat.fsdp_unsharded_param(param)
+    param = fsdp_compat.params(group)[0]
+    full = fsdp_compat.unsharded_param(param)
     full.grad = torch.ones_like(full)
-    _compat.fsdp_upcast_unreduced_grad(param)
+    fsdp_compat.upcast_unreduced_grad(param)
     assert param.unsharded_accumulated_grad.dtype == torch.float32
     assert full.grad is None
 
 
-@relies_on("fsdp_sync_requires_grad", "FSDPParam._unsharded_param")
+@relies_on("fsdp.sync_requires_grad", "FSDPParam._unsharded_param")
 def test_full_parameter_follows_the_sharded_ones_requires_grad(network: Network) -> None:
     param = first_param(network)
-    _compat.fsdp_sharded_param(param).requires_grad_(False)
-    _compat.fsdp_sync_requires_grad(param)
+    fsdp_compat.sharded_param(param).requires_grad_(False)
+    fsdp_compat.sync_requires_grad(param)
     assert network.block.weight.requires_grad is False
 
 
-@relies_on("fsdp_keep_class_name", "the order of bases of the class that fully_shard makes")
+@relies_on("fsdp.keep_class_name", "the order of bases of the class that fully_shard makes")
 def test_sharded_class_keeps_its_name(network: Network) -> None:
-    _compat.fsdp_keep_class_name(network)
+    fsdp_compat.keep_class_name(network)
     assert type(network).__name__ == "Network"
     assert isinstance(network, FSDPModule)
 
 
-@relies_on("fsdp_post_backward_done", "FSDPParamGroup.finalize_backward")
+@relies_on("fsdp.post_backward_done", "FSDPParamGroup.finalize_backward")
 def test_reduction_run_by_hand_is_finished(network: Network) -> None:
-    group = _compat.fsdp_groups(network)[-1]
-    for param in _compat.fsdp_params(group):
-        _compat.fsdp_zero_unreduced_grad(param)
+    group = fsdp_compat.groups(network)[-1]
+    for param in fsdp_compat.params(group):
+        fsdp_compat.zero_unreduced_grad(param)
     group.post_backward()
-    _compat.fsdp_post_backward_done(group)
-    assert torch.equal(_compat.fsdp_sharded_param(first_param(network)).grad.full_tensor(), torch.zeros(4, 4))
+    fsdp_compat.post_backward_done(group)
+    assert torch.equal(fsdp_compat.sharded_param(first_param(network)).grad.full_tensor(), torch.zeros(4, 4))
 
 
-@relies_on("fsdp_forget_forward_order", "FSDPCommContext.post_forward_order, FSDPParamGroup._post_forward_indices")
-@relies_on("fsdp_reset_idle", "FSDPParamGroup._training_state")
+@relies_on("fsdp.forget_forward_order", "FSDPCommContext.post_forward_order, FSDPParamGroup._post_forward_indices")
+@relies_on("fsdp.reset_idle", "FSDPParamGroup._training_state")
 def test_forwards_without_backward_leave_no_trace(network: Network) -> None:
-    groups = _compat.fsdp_groups(network)
+    groups = fsdp_compat.groups(network)
     network(torch.ones(1, 4))
     assert groups[0].comm_ctx.post_forward_order
     for group in groups:
-        _compat.fsdp_reset_idle(group)
-        _compat.fsdp_forget_forward_order(group)
+        fsdp_compat.reset_idle(group)
+        fsdp_compat.forget_forward_order(group)
     assert not groups[0].comm_ctx.post_forward_order
     assert not any(group._post_forward_indices for group in groups)
     assert {group._training_state.name for group in groups} == {"IDLE"}
     network(torch.ones(1, 4)).sum().backward()
 
 
-@relies_on("fsdp_undo", "handles of FSDPState, FSDPParamGroup and FSDPParam, and _module_state_mapping")
+@relies_on("fsdp.undo", "handles of FSDPState, FSDPParamGroup and FSDPParam, and _module_state_mapping")
 def test_sharded_module_becomes_an_ordinary_one_again(network: Network) -> None:
-    for group in _compat.fsdp_groups(network):
+    for group in fsdp_compat.groups(network):
         group._to_sharded()
     values = {name: parameter.full_tensor().clone() for name, parameter in network.named_parameters()}
     full = {id(parameter): parameter.full_tensor() for parameter in network.parameters()}
-    _compat.fsdp_undo(network, full)
+    fsdp_compat.undo(network, full)
     assert (type(network), type(network.block)) == (Network, nn.Linear)
     assert all(type(parameter) is nn.Parameter for parameter in network.parameters())
     for name, parameter in network.named_parameters():
@@ -324,85 +330,85 @@ def test_sharded_module_becomes_an_ordinary_one_again(network: Network) -> None:
     fully_shard(network, mesh=init_device_mesh("cpu", (1,)))  # may be sharded again
 
 
-@relies_on("local_tensor", "DTensor._local_tensor")
-@relies_on("wrap_local", "DTensor.from_local with shape and stride")
+@relies_on("dtensor.local_tensor", "DTensor._local_tensor")
+@relies_on("dtensor.wrap_local", "DTensor.from_local with shape and stride")
 def test_local_part_is_taken_out_and_wrapped_without_a_copy(mesh: DeviceMesh) -> None:
     sharded = distribute_tensor(torch.arange(6.0).view(3, 2), mesh["shard"], [Shard(0)])
-    local = _compat.local_tensor(sharded)
+    local = dtensor_compat.local_tensor(sharded)
     assert type(local) is Tensor
-    wrapped = _compat.wrap_local(local, sharded)
+    wrapped = dtensor_compat.wrap_local(local, sharded)
     assert (wrapped.shape, wrapped.placements) == (sharded.shape, sharded.placements)
     assert wrapped._local_tensor.data_ptr() == local.data_ptr()
-    assert _compat.local_tensor(local) is local
+    assert dtensor_compat.local_tensor(local) is local
 
 
-@relies_on("default_backend", "lightning.fabric.utilities.distributed")
+@relies_on("lightning.default_backend", "lightning.fabric.utilities.distributed")
 def test_backend_follows_the_device() -> None:
-    assert _compat.default_backend(torch.device("cpu")) == "gloo"
-    assert _compat.default_backend(torch.device("cuda", 0)) == "nccl"
+    assert lightning_compat.default_backend(torch.device("cpu")) == "gloo"
+    assert lightning_compat.default_backend(torch.device("cuda", 0)) == "nccl"
 
 
-@relies_on("reset_seed", "the environment variables of seed_everything")
+@relies_on("lightning.reset_seed", "the environment variables of seed_everything")
 def test_seed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "11")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
-    _compat.reset_seed()
+    lightning_compat.reset_seed()
     assert torch.initial_seed() == 11
 
 
-@relies_on("set_rank_zero", "rank_zero_only.rank of lightning.fabric and lightning_utilities")
+@relies_on("lightning.set_rank_zero", "rank_zero_only.rank of lightning.fabric and lightning_utilities")
 def test_rank_decides_what_rank_zero_only_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.utilities import rank_zero_only
 
     monkeypatch.setattr(rank_zero_only, "rank", 0)
-    _compat.set_rank_zero(1)
+    lightning_compat.set_rank_zero(1)
     assert rank_zero_only(lambda: "ran")() is None
-    _compat.set_rank_zero(0)
+    lightning_compat.set_rank_zero(0)
     assert rank_zero_only(lambda: "ran")() == "ran"
 
 
-@relies_on("popen_launcher", "_SubprocessScriptLauncher")
+@relies_on("lightning.popen_launcher", "_SubprocessScriptLauncher")
 def test_popen_launcher_knows_how_many_processes_to_start() -> None:
-    launcher = _compat.popen_launcher(LightningEnvironment(), 2, 3)
+    launcher = lightning_compat.popen_launcher(LightningEnvironment(), 2, 3)
     assert (launcher.num_processes, launcher.num_nodes, launcher.procs) == (2, 3, [])
     assert launcher.is_interactive_compatible is False
 
 
-@relies_on("is_interactive", "lightning.fabric.utilities.imports._IS_INTERACTIVE")
+@relies_on("lightning.is_interactive", "lightning.fabric.utilities.imports._IS_INTERACTIVE")
 def test_a_test_run_is_not_a_notebook() -> None:
-    assert _compat.is_interactive() is False
+    assert lightning_compat.is_interactive() is False
 
 
-@relies_on("optimizers_to_device", "lightning.fabric.utilities.optimizer._optimizers_to_device")
+@relies_on("lightning.optimizers_to_device", "lightning.fabric.utilities.optimizer._optimizers_to_device")
 def test_optimizer_states_follow_the_device() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     optimizer.state[parameter]["momentum_buffer"] = torch.ones(2)
-    _compat.optimizers_to_device([optimizer], torch.device("meta"))
+    lightning_compat.optimizers_to_device([optimizer], torch.device("meta"))
     assert optimizer.state[parameter]["momentum_buffer"].is_meta
 
 
-@relies_on("unwrap_lightning_optimizer", "LightningOptimizer._optimizer")
+@relies_on("lightning.unwrap_lightning_optimizer", "LightningOptimizer._optimizer")
 def test_lightning_optimizer_is_unwrapped() -> None:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-    assert _compat.unwrap_lightning_optimizer(LightningOptimizer(optimizer)) is optimizer
-    assert _compat.unwrap_lightning_optimizer(optimizer) is optimizer
+    assert lightning_compat.unwrap_lightning_optimizer(LightningOptimizer(optimizer)) is optimizer
+    assert lightning_compat.unwrap_lightning_optimizer(optimizer) is optimizer
 
 
 class MarksSigterm(pl.Callback):
     """Notes what Lightning registered for SIGTERM while it trains."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        handlers = _compat.registered_signal_handler(signal.SIGTERM)
-        self.notifiers = [_compat.is_sigterm_notifier(handler) for handler in handlers]
-        self.first_time = [_compat.mark_sigterm(trainer), _compat.mark_sigterm(trainer)]
+        handlers = lightning_compat.registered_signal_handler(signal.SIGTERM)
+        self.notifiers = [lightning_compat.is_sigterm_notifier(handler) for handler in handlers]
+        self.first_time = [lightning_compat.mark_sigterm(trainer), lightning_compat.mark_sigterm(trainer)]
 
 
-@relies_on("registered_signal_handler", "_HandlersCompose.signal_handlers")
-@relies_on("is_sigterm_notifier", "_SignalConnector._sigterm_notifier_fn")
-@relies_on("mark_sigterm", "Trainer._signal_connector.received_sigterm")
+@relies_on("lightning.registered_signal_handler", "_HandlersCompose.signal_handlers")
+@relies_on("lightning.is_sigterm_notifier", "_SignalConnector._sigterm_notifier_fn")
+@relies_on("lightning.mark_sigterm", "Trainer._signal_connector.received_sigterm")
 def test_sigterm_handlers_of_lightning_are_found_and_its_flag_ends_the_run() -> None:
     watch = MarksSigterm()
     trainer = make_trainer(None, 1, callbacks=[watch], max_epochs=1)
@@ -411,20 +417,20 @@ def test_sigterm_handlers_of_lightning_are_found_and_its_flag_ends_the_run() -> 
     assert watch.notifiers.count(True) == 1
     assert watch.first_time == [True, False]
     assert trainer.global_step == 1
-    assert _compat.registered_signal_handler(signal.SIGTERM) is None
+    assert lightning_compat.registered_signal_handler(signal.SIGTERM) is None
 
 
-@relies_on("slurm_requeue_signal", "Trainer._accelerator_connector.cluster_environment")
+@relies_on("lightning.slurm_requeue_signal", "Trainer._accelerator_connector.cluster_environment")
 def test_requeue_signal_is_that_of_the_slurm_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _compat.slurm_requeue_signal(make_trainer(None, 1)) is None
+    assert lightning_compat.slurm_requeue_signal(make_trainer(None, 1)) is None
     for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": "1"}.items():
         monkeypatch.setenv(name, value)
     for requeue, expected in ((True, signal.SIGUSR2), (False, None)):
         environment = SLURMEnvironment(auto_requeue=requeue, requeue_signal=signal.SIGUSR2)
-        assert _compat.slurm_requeue_signal(make_trainer(None, 1, plugins=[environment])) == expected
+        assert lightning_compat.slurm_requeue_signal(make_trainer(None, 1, plugins=[environment])) == expected
 
 
-@relies_on("allow_compiled_modules", "lightning.pytorch.trainer.trainer._verify_strategy_supports_compile")
+@relies_on("lightning.allow_compiled_modules", "lightning.pytorch.trainer.trainer._verify_strategy_supports_compile")
 def test_compiled_modules_are_let_through_for_our_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer import trainer as trainer_module
@@ -433,29 +439,29 @@ def test_compiled_modules_are_let_through_for_our_strategy_only(monkeypatch: pyt
         raise RuntimeError("unsupported")
 
     monkeypatch.setattr(trainer_module, "_verify_strategy_supports_compile", refuse)
-    _compat.allow_compiled_modules(SingleDeviceStrategy)
+    lightning_compat.allow_compiled_modules(SingleDeviceStrategy)
     trainer_module._verify_strategy_supports_compile(None, SingleDeviceStrategy())
     with pytest.raises(RuntimeError, match="unsupported"):
         trainer_module._verify_strategy_supports_compile(None, object())
     assert "_verify_strategy_supports_compile(" in inspect.getsource(trainer_module.Trainer)
 
 
-@relies_on("unscale_and_check", "torch._amp_foreach_non_finite_check_and_unscale_")
+@relies_on("torch.unscale_and_check", "torch._amp_foreach_non_finite_check_and_unscale_")
 def test_tensors_are_divided_and_checked_in_one_go() -> None:
     gradients, overflow = [torch.tensor([2.0, 4.0]), torch.tensor([8.0])], torch.zeros(())
-    _compat.unscale_and_check(gradients, overflow, torch.tensor(0.5))
+    torch_compat.unscale_and_check(gradients, overflow, torch.tensor(0.5))
     assert [g.tolist() for g in gradients] == [[1.0, 2.0], [4.0]]
     assert overflow == 0
-    _compat.unscale_and_check([torch.tensor([1.0, float("nan")])], overflow, torch.tensor(0.5))
+    torch_compat.unscale_and_check([torch.tensor([1.0, float("nan")])], overflow, torch.tensor(0.5))
     assert overflow == 1
 
 
-@relies_on("hold_back_schedulers", "_TrainingEpochLoop.update_lr_schedulers")
+@relies_on("lightning.hold_back_schedulers", "_TrainingEpochLoop.update_lr_schedulers")
 def test_step_schedulers_wait_and_epoch_schedulers_do_not() -> None:
     trainer, calls, held = make_trainer(None, 1), [], [True]
     loop = trainer.fit_loop.epoch_loop
     loop.update_lr_schedulers = lambda interval, update_plateau_schedulers: calls.append(interval)
-    undo = _compat.hold_back_schedulers(trainer, lambda: held[0])
+    undo = lightning_compat.hold_back_schedulers(trainer, lambda: held[0])
     for interval in ("step", "epoch"):
         loop.update_lr_schedulers(interval, update_plateau_schedulers=False)
     held[0] = False
@@ -466,10 +472,10 @@ def test_step_schedulers_wait_and_epoch_schedulers_do_not() -> None:
     assert {"interval", "update_plateau_schedulers"} <= set(inspect.signature(loop.update_lr_schedulers).parameters)
 
 
-@relies_on("precision_flag", "Trainer._accelerator_connector._precision_flag")
+@relies_on("lightning.precision_flag", "Trainer._accelerator_connector._precision_flag")
 def test_precision_flag_is_read_back() -> None:
-    assert _compat.precision_flag(make_trainer(None, 1, precision="bf16-mixed")) == "bf16-mixed"
-    assert _compat.precision_flag(make_trainer(None, 1)) == "32-true"
+    assert lightning_compat.precision_flag(make_trainer(None, 1, precision="bf16-mixed")) == "bf16-mixed"
+    assert lightning_compat.precision_flag(make_trainer(None, 1)) == "32-true"
 
 
 class Logs(pl.LightningModule):
@@ -483,7 +489,7 @@ class Logs(pl.LightningModule):
         self.log("synced", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.log("own", loss, on_step=False, on_epoch=True, sync_dist=False)
         self.log("first", loss, on_step=False, on_epoch=True, sync_dist=True, rank_zero_only=True)
-        self.keys = [key.rpartition(".")[2] for key in _compat.synced_log_keys(self.trainer)]
+        self.keys = [key.rpartition(".")[2] for key in lightning_compat.synced_log_keys(self.trainer)]
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -495,19 +501,19 @@ class Logs(pl.LightningModule):
 
 def lightning_and_ddp_on_two_ranks() -> dict[str, Any]:
     rank, group = dist.get_rank(), dist.group.WORLD
-    _compat.init_process_group(WorkerEnvironment(), "gloo", timedelta(seconds=20), None)
+    lightning_compat.init_process_group(WorkerEnvironment(), "gloo", timedelta(seconds=20), None)
     values = [torch.full((2,), float(rank)), torch.full((3,), 10.0 * rank)]
-    _compat.broadcast_module_states(values, group, src=1)
+    torch_compat.broadcast_module_states(values, group, src=1)
     mine = torch.tensor([1.0 + rank])
-    gathered = _compat.all_gather_batch(mine, group, False)
-    mean = _compat.sync_reduce(mine.clone(), group, "mean")
+    gathered = lightning_compat.all_gather_batch(mine, group, False)
+    mean = lightning_compat.sync_reduce(mine.clone(), group, "mean")
     return {"broadcast": values, "gathered": gathered, "mean": mean, "world": dist.get_world_size()}
 
 
-@relies_on("init_process_group", "lightning.fabric.utilities.distributed._init_dist_connection")
-@relies_on("broadcast_module_states", "torch.distributed._broadcast_coalesced")
-@relies_on("all_gather_batch", "lightning.fabric.utilities.distributed._all_gather_ddp_if_available")
-@relies_on("sync_reduce", "lightning.fabric.utilities.distributed._sync_ddp_if_available")
+@relies_on("lightning.init_process_group", "lightning.fabric.utilities.distributed._init_dist_connection")
+@relies_on("torch.broadcast_module_states", "torch.distributed._broadcast_coalesced")
+@relies_on("lightning.all_gather_batch", "lightning.fabric.utilities.distributed._all_gather_ddp_if_available")
+@relies_on("lightning.sync_reduce", "lightning.fabric.utilities.distributed._sync_ddp_if_available")
 def test_collectives_of_lightning_and_ddp_give_their_values() -> None:
     for result in run_distributed(lightning_and_ddp_on_two_ranks, 2):
         assert [value.tolist() for value in result["broadcast"]] == [[1.0] * 2, [10.0] * 3]
@@ -523,7 +529,7 @@ def names_while_logging_under_ddp() -> list[str]:
     return module.keys
 
 
-@relies_on("synced_log_keys", "Trainer._results and _ResultMetric.meta.sync.should")
+@relies_on("lightning.synced_log_keys", "Trainer._results and _ResultMetric.meta.sync.should")
 def test_names_of_synced_values_are_known_while_logging() -> None:
     assert run_distributed(names_while_logging_under_ddp, 2) == [["synced"]] * 2
 
@@ -536,7 +542,7 @@ class BackwardInside(nn.Module):
 
     def forward(self, x: Tensor) -> None:
         loss = (self.weight * x).sum()
-        _compat.ddp_prepare_for_backward(self.wrapper[0], loss)
+        torch_compat.ddp_prepare_for_backward(self.wrapper[0], loss)
         loss.backward()
         self.wrapper[0].require_backward_grad_sync = False  # or DDP would arm its reducer again
 
@@ -549,7 +555,7 @@ def backward_inside_ddp() -> float:
     return float(module.weight.grad)
 
 
-@relies_on("ddp_prepare_for_backward", "lightning.pytorch.overrides.distributed.prepare_for_backward")
+@relies_on("torch.ddp_prepare_for_backward", "lightning.pytorch.overrides.distributed.prepare_for_backward")
 def test_backward_inside_the_forward_of_ddp_is_averaged() -> None:
     assert run_distributed(backward_inside_ddp, 2) == [4.0, 4.0]
 
@@ -558,7 +564,7 @@ def logged_norm(partial: Tensor) -> float:
     """What ``self.log`` keeps of a sharded scalar."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
-    _compat.log_scalars_globally()
+    dtensor_compat.log_scalars_globally()
     meta = _Metadata("training_step", "norm", on_step=True, on_epoch=False)
     meta.sync = _Sync()
     metric = _ResultMetric(meta, is_tensor=True)
@@ -570,10 +576,10 @@ def logged_norm(partial: Tensor) -> float:
 def parts_on_two_ranks() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     network = gathered(mesh)
-    weight = _compat.fsdp_params(_compat.fsdp_groups(network)[0])[0]
-    chunk, full = _compat.fsdp_local_chunk(weight), _compat.fsdp_unsharded_param(weight)
-    shard = _compat.local_tensor(_compat.fsdp_sharded_param(weight))
-    _compat.read_scalars_globally()
+    weight = fsdp_compat.params(fsdp_compat.groups(network)[0])[0]
+    chunk, full = fsdp_compat.local_chunk(weight), fsdp_compat.unsharded_param(weight)
+    shard = dtensor_compat.local_tensor(fsdp_compat.sharded_param(weight))
+    dtensor_compat.read_scalars_globally()
     partial = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)]).norm()
     return {
         "same values": torch.equal(chunk, shard),
@@ -584,9 +590,9 @@ def parts_on_two_ranks() -> dict[str, Any]:
     }
 
 
-@relies_on("fsdp_local_chunk", "FSDPParam.fsdp_placement, padded_sharded_param_size and mesh_info")
-@relies_on("log_scalars_globally", "_ResultMetric.update")
-@relies_on("read_scalars_globally", "DTensor._op_dispatcher._custom_op_handlers")
+@relies_on("fsdp.local_chunk", "FSDPParam.fsdp_placement, padded_sharded_param_size and mesh_info")
+@relies_on("dtensor.log_scalars_globally", "_ResultMetric.update")
+@relies_on("dtensor.read_scalars_globally", "DTensor._op_dispatcher._custom_op_handlers")
 def test_ranks_find_their_parts_and_read_whole_scalars() -> None:
     for result in run_distributed(parts_on_two_ranks, 2):
         assert result == {"same values": True, "is a view": True, "norm": 5.0, "logged": 5.0, "replicated": 7.0}
@@ -595,27 +601,27 @@ def test_ranks_find_their_parts_and_read_whole_scalars() -> None:
 def rebound_shards() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     network = gathered(mesh)
-    [group, *_] = _compat.fsdp_groups(network)
-    weight = _compat.fsdp_params(group)[0]
-    full, shard = _compat.fsdp_unsharded_param(weight), _compat.fsdp_sharded_param(weight)
+    [group, *_] = fsdp_compat.groups(network)
+    weight = fsdp_compat.params(group)[0]
+    full, shard = fsdp_compat.unsharded_param(weight), fsdp_compat.sharded_param(weight)
     assert full is not None
     full.data = full.data.clone()
     moved = full.untyped_storage().data_ptr() != weight.all_gather_outputs[0].untyped_storage().data_ptr()
-    _compat.fsdp_relink(weight)
+    fsdp_compat.relink(weight)
     linked = full.untyped_storage().data_ptr() == weight.all_gather_outputs[0].untyped_storage().data_ptr()
     group.reshard()
-    in_place = _compat.fsdp_is_in_place(weight)
-    _compat.rebind_local(shard, torch.full_like(_compat.local_tensor(shard), 3.0))
-    _compat.fsdp_follow_data(weight)
+    in_place = fsdp_compat.is_in_place(weight)
+    dtensor_compat.rebind_local(shard, torch.full_like(dtensor_compat.local_tensor(shard), 3.0))
+    fsdp_compat.follow_data(weight)
     group.unshard()
     group.wait_for_unshard()
     return {"moved": moved, "linked": linked, "in place": in_place, "gathered": full.unique().tolist()}
 
 
-@relies_on("fsdp_relink", "FSDPParam.all_gather_outputs")
-@relies_on("fsdp_is_in_place", "FSDPParam._module_info")
-@relies_on("fsdp_follow_data", "FSDPParam.reset_sharded_param")
-@relies_on("rebind_local", "DTensor._local_tensor")
+@relies_on("fsdp.relink", "FSDPParam.all_gather_outputs")
+@relies_on("fsdp.is_in_place", "FSDPParam._module_info")
+@relies_on("fsdp.follow_data", "FSDPParam.reset_sharded_param")
+@relies_on("dtensor.rebind_local", "DTensor._local_tensor")
 def test_memory_of_shards_and_of_full_parameters_may_be_exchanged() -> None:
     for result in run_distributed(rebound_shards, 2):
         assert result == {"moved": True, "linked": True, "in place": True, "gathered": [3.0]}
@@ -629,12 +635,12 @@ def functions_seen() -> list[str]:
         return func(*args, **kwargs)
 
     tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    _compat.functions_of_dtensors(run)
+    dtensor_compat.functions_of_dtensors(run)
     tensor[0].add_(tensor.sum())
     return seen
 
 
-@relies_on("functions_of_dtensors", "DTensor.__torch_function__")
+@relies_on("dtensor.functions_of_dtensors", "DTensor.__torch_function__")
 def test_functions_of_dtensors_can_be_carried_out_otherwise() -> None:
     assert run_distributed(functions_seen, 2) == [["__getitem__", "sum", "add_"]] * 2
 
@@ -642,12 +648,12 @@ def test_functions_of_dtensors_can_be_carried_out_otherwise() -> None:
 def refusals() -> list[str]:
     messages = []
     network = gathered(init_device_mesh("cpu", (2,)))
-    for group in _compat.fsdp_groups(network):
+    for group in fsdp_compat.groups(network):
         group.reshard()
-        for param in _compat.fsdp_params(group):
-            _compat.fsdp_refuse_assigned(param)
+        for param in fsdp_compat.params(group):
+            fsdp_compat.refuse_assigned(param)
     block: Any = network.block
-    _compat.fsdp_refuse_copies(block)
+    fsdp_compat.refuse_copies(block)
     values = {name: torch.zeros(parameter.shape) for name, parameter in block.named_parameters()}
     for attempt in (lambda: copy.deepcopy(block), lambda: block.load_state_dict(values, assign=True)):
         with pytest.raises(RuntimeError) as caught:
@@ -656,8 +662,8 @@ def refusals() -> list[str]:
     return messages
 
 
-@relies_on("fsdp_refuse_copies", "FSDPModule.__deepcopy__")
-@relies_on("fsdp_refuse_assigned", "FSDPParam.reset_sharded_param being called after load_state_dict")
+@relies_on("fsdp.refuse_copies", "FSDPModule.__deepcopy__")
+@relies_on("fsdp.refuse_assigned", "FSDPParam.reset_sharded_param being called after load_state_dict")
 def test_copies_and_assigned_parameters_of_sharded_modules_are_refused() -> None:
     for copies, assigned in run_distributed(refusals, 2):
         assert "Copy it in __init__" in copies

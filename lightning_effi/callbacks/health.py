@@ -12,11 +12,11 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_effi import _compat
+from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.config import check_positive
-from lightning_effi.diagnose.nonfinite import Finding, NonfiniteWatch
-from lightning_effi.precision.unscale import first_nonfinite
-from lightning_effi.step.clipping import gradient_norm
+from lightning_effi.gradients.clipping import gradient_norm
+from lightning_effi.gradients.unscale import first_nonfinite
+from lightning_effi.verify.nonfinite import Finding, NonfiniteWatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,7 +124,7 @@ class HealthCheck(pl.Callback):
     def _log_norm(strategy: EffiStrategy, module: pl.LightningModule, optimizer: Optimizer) -> float:
         precision = strategy.precision
         norm = precision.last_grad_norm = gradient_norm(precision.main_params(optimizer), stages=precision.stages)
-        own = _compat.unwrap_lightning_optimizer(optimizer)
+        own = lightning_compat.unwrap_lightning_optimizer(optimizer)
         position = next(index for index, other in enumerate(strategy.optimizers) if other is own)
         key = "grad_norm" if len(strategy.optimizers) == 1 else f"grad_norm/{position}"
         module.log(key, norm, on_step=True, on_epoch=False)

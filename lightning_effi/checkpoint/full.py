@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_effi.inspect import describe_parameters
-from lightning_effi.sharding.optimizers import shard_like
+from lightning_effi.data_parallel.optimizers import shard_like
+from lightning_effi.modules import describe_parameters
 
 
 def gather_full(tree: Any, keep: bool) -> Any:

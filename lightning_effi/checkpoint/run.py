@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_effi import _compat
 from lightning_effi.checkpoint import full, sharded
-from lightning_effi.pipeline import checkpoint as stage_checkpoint
+from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.pipeline_parallel import checkpoint as stage_checkpoint
 
 if TYPE_CHECKING:
     from lightning_effi.strategy import EffiStrategy
@@ -46,7 +46,7 @@ class RunCheckpoint:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As :meth:`model_state`; in the ``full`` format it is what stock Lightning saves."""
         self._settle()
-        optimizer = _compat.unwrap_lightning_optimizer(optimizer)
+        optimizer = lightning_compat.unwrap_lightning_optimizer(optimizer)
         if (stages := self._strategy.assembly.stages) and not self._is_sharded:
             index = next(i for i, own in enumerate(self._strategy.optimizers) if own is optimizer)
             return stage_checkpoint.gather_optimizer(

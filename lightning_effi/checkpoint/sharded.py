@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_effi import _compat
 from lightning_effi.checkpoint.full import tied_names
+from lightning_effi.compat import lightning as lightning_compat
 
 TRAINER_FILE = "trainer.pt"
 _UNFINISHED = ".unfinished"
@@ -140,7 +140,7 @@ def _split_model(state: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[dic
 def _split_optimizer(
     index: int, optimizer: Optimizer, names: dict[int, str], tensors: dict[str, Any]
 ) -> dict[str, Any]:
-    optimizer = _compat.unwrap_lightning_optimizer(optimizer)
+    optimizer = lightning_compat.unwrap_lightning_optimizer(optimizer)
     described: dict[str, dict[str, Any]] = {}
     others: dict[str, dict[str, Any]] = {}
     for parameter, entries in optimizer.state.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_effi.inspect import find_blocks
+from lightning_effi.modules import find_blocks
 
 
 class _Instead:

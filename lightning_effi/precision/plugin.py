@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_effi import _compat
+from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.config import check_bool
+from lightning_effi.data_parallel.optimizers import LocalStep
+from lightning_effi.data_parallel.plan import Compute
+from lightning_effi.gradients.clipping import Stages, clip_gradient_norm, clip_gradient_value, norms_over
+from lightning_effi.gradients.readable import ReadableShards
 from lightning_effi.precision import hardware, modules
 from lightning_effi.precision.scaling import LossScaler, LossScaling
 from lightning_effi.precision.settings import (
@@ -25,10 +29,6 @@ from lightning_effi.precision.settings import (
     settings_of,
 )
 from lightning_effi.precision.steps import ScaledSteps, refuse_unscalable
-from lightning_effi.sharding.optimizers import LocalStep
-from lightning_effi.sharding.plan import Compute
-from lightning_effi.step.clipping import Stages, clip_gradient_norm, clip_gradient_value, norms_over
-from lightning_effi.step.readable import ReadableShards
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
@@ -341,7 +341,11 @@ class EffiPrecision(Precision):
 
         With manual optimization, ``self.clip_gradients`` is called before the optimizer's step, which divides them.
         """
-        return 1.0 if self._steps is None else self._steps.factor_of(_compat.unwrap_lightning_optimizer(optimizer))
+        return (
+            1.0
+            if self._steps is None
+            else self._steps.factor_of(lightning_compat.unwrap_lightning_optimizer(optimizer))
+        )
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

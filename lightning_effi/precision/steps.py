@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_effi.gradients.unscale import first_nonfinite, unscale_gradients
 from lightning_effi.precision.scaling import PATIENCE, LossScaler
-from lightning_effi.precision.unscale import first_nonfinite, unscale_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

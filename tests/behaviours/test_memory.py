@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_effi import EffiPrecision, _compat
+from lightning_effi import EffiPrecision
+from lightning_effi.compat import fsdp as fsdp_compat
 from tests.harness import make_trainer, run_distributed
 from tests.models.gpt import GPT
 from tests.models.gpt import batches as token_batches
@@ -77,9 +78,9 @@ class CountsBytes(pl.Callback):
 
     def _count(self, trainer: pl.Trainer) -> dict[str, int]:
         # the engine's own root, since gathered parameters and unreduced gradients are in no module
-        params = [param for group in _compat.fsdp_groups(trainer.strategy.engine.root) for param in group.fsdp_params]
-        shards = [_compat.fsdp_sharded_param(param) for param in params]
-        full = [_compat.fsdp_unsharded_param(param) for param in params]
+        params = [param for group in fsdp_compat.groups(trainer.strategy.engine.root) for param in group.fsdp_params]
+        shards = [fsdp_compat.sharded_param(param) for param in params]
+        full = [fsdp_compat.unsharded_param(param) for param in params]
         gathered = [*full, *(buffer for param in params for buffer in param.all_gather_outputs)]
         unreduced = [
             *(param.unsharded_accumulated_grad for param in params),

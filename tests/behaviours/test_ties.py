@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_effi import _compat
-from lightning_effi.inspect import find_blocks
+from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.modules import find_blocks
 from tests.behaviours.fitting import Fit, assert_equals_single_process
 from tests.models.gpt import CONTEXT, VOCABULARY, Block
 
@@ -80,7 +80,7 @@ class TiesAfterTraining(pl.Callback):
         equal = [torch.equal(state[a], state[b]) for a, b in pairs] if state else None
         storages = {
             local.untyped_storage().data_ptr(): local.untyped_storage().nbytes()
-            for local in map(_compat.local_tensor, pl_module.parameters())
+            for local in map(dtensor_compat.local_tensor, pl_module.parameters())
         }
         planned = trainer.strategy.plan.bytes_per_rank["parameters"] if hasattr(trainer.strategy, "plan") else None
         self.observation: dict[str, Any] = {"equal": equal, "bytes": sum(storages.values()), "planned": planned}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_effi.diagnose.compare import compare_tensors
+from lightning_effi.verify.compare import compare_tensors
 from tests.harness.record import TrainingRecord
 from tests.harness.training import Training, run, run_reference
 

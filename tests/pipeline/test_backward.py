@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_effi.pipeline.backward import backward_of_inputs, differentiable
+from lightning_effi.pipeline_parallel.running.backward import backward_of_inputs, differentiable
 from tests.models.gpt import Block
 
 WIDTH = 16

@@ -185,7 +185,7 @@ def test_thirteen_samples_are_evaluated_and_predicted_once_and_in_order() -> Non
 
 def without_memory(strategy: Any, world_size: int) -> list[dict[str, float]]:
     """The whole module does not fit into one process when the run is over."""
-    from lightning_effi.pipeline import engine
+    from lightning_effi.pipeline_parallel import engine
 
     engine.available_memory = lambda: 0.0
     pl.seed_everything(3, verbose=False)

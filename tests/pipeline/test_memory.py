@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_effi.config import Schedule
-from lightning_effi.pipeline.schedule import activation_bound, make_schedule
+from lightning_effi.pipeline_parallel.planning.schedule import activation_bound, make_schedule
 from tests.harness import make_trainer, run_distributed
 
 MICROBATCHES = 8

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_effi.inspect.trunk import find_trunk
-from lightning_effi.pipeline.intercept import Interception
-from lightning_effi.pipeline.plan import balanced, plan_stages
-from lightning_effi.pipeline.trace import Trace, trace_step
+from lightning_effi.modules.trunk import find_trunk
+from lightning_effi.pipeline_parallel.intercept import Interception
+from lightning_effi.pipeline_parallel.planning.plan import balanced, plan_stages
+from lightning_effi.pipeline_parallel.planning.trace import Trace, trace_step
 from tests.models import MODELS
 from tests.models.gpt import GPT, Block, batches
 

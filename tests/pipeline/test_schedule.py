@@ -10,8 +10,7 @@ import pytest
 
 from lightning_effi import EffiStrategy
 from lightning_effi.config import Pipeline, Schedule
-from lightning_effi.pipeline.exchange import Message, plan_messages
-from lightning_effi.pipeline.schedule import (
+from lightning_effi.pipeline_parallel.planning.schedule import (
     Action,
     activation_bound,
     forward_schedule,
@@ -19,8 +18,9 @@ from lightning_effi.pipeline.schedule import (
     make_schedule,
     place_stages,
 )
-from lightning_effi.pipeline.schedule import Schedule as Plan
-from lightning_effi.pipeline.timeline import Timeline
+from lightning_effi.pipeline_parallel.planning.schedule import Schedule as Plan
+from lightning_effi.pipeline_parallel.planning.timeline import Timeline
+from lightning_effi.pipeline_parallel.running.exchange import Message, plan_messages
 
 NAMES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv")
 SAME = {"F": 1.0, "B": 1.0, "I": 1.0, "W": 1.0}

@@ -10,7 +10,8 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from lightning_effi import EffiPrecision, _compat
+from lightning_effi import EffiPrecision
+from lightning_effi.compat import dtensor as dtensor_compat
 from tests.harness import ADAMW_FP64, BatchList, Training, assert_parity, run, run_reference, train_and_assert_parity
 from tests.models.gpt import GPT, batches
 from tests.pipeline.test_parity import pipelined
@@ -39,7 +40,7 @@ class HeldBytes(pl.Callback):
 
 
 def _bytes(tensors: Any) -> int:
-    return sum(local.numel() * local.element_size() for local in map(_compat.local_tensor, tensors))
+    return sum(local.numel() * local.element_size() for local in map(dtensor_compat.local_tensor, tensors))
 
 
 @STAGES

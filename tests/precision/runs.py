@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_effi import EffiPrecision, _compat
+from lightning_effi import EffiPrecision
+from lightning_effi.compat import dtensor as dtensor_compat
 from tests.harness import Training, TrainingRecord, run_distributed, run_isolated
 from tests.harness.record import RankRecord, merge
 from tests.harness.training import _train
@@ -86,7 +87,9 @@ class Overflows(pl.Callback):
             return
         gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
         split = [g for g in gradients if hasattr(g, "placements")]  # where some are, those that other ranks do not hold
-        local = next(_compat.local_tensor(g) for g in split or gradients if _compat.local_tensor(g).numel())
+        local = next(
+            dtensor_compat.local_tensor(g) for g in split or gradients if dtensor_compat.local_tensor(g).numel()
+        )
         local.view(-1)[0] = float("inf")
 
     @override
@@ -103,4 +106,4 @@ class Overflows(pl.Callback):
 
 
 def _local(parameter: Tensor) -> Tensor:
-    return _compat.local_tensor(parameter).detach()
+    return dtensor_compat.local_tensor(parameter).detach()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_effi.diagnose.draws import SameForAllRows
+from lightning_effi.modules.draws import SameForAllRows
 from tests.harness import Training, run, train_and_assert_parity
 from tests.models.gpt import GPT, VOCABULARY, batches
 

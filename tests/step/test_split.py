@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_effi.step.split import Rows, count_rows, cut, split, tensors
+from lightning_effi.microbatches.split import Rows, count_rows, cut, split, tensors
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from lightning_effi import EffiStrategy, TensorParallel
-from lightning_effi.tensor.decide import decide, with_user_plan
-from lightning_effi.tensor.plan import LayerPlan, TensorPlan
-from lightning_effi.tensor.trace import trace_block
+from lightning_effi.tensor_parallel.planning.decide import decide, with_user_plan
+from lightning_effi.tensor_parallel.planning.plan import LayerPlan, TensorPlan
+from lightning_effi.tensor_parallel.planning.trace import trace_block
 from tests.models.gpt import Block
 from tests.models.lora import LoRALinear
 

@@ -12,19 +12,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_effi import _compat
+from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.compat import torch as torch_compat
 from tests.harness import run_distributed
 
 
 def test_strided_shards_count_as_sharded() -> None:
-    assert _compat.is_sharded(_StridedShard(0, split_factor=2))
-    assert _compat.is_sharded(Shard(1))
-    assert not _compat.is_sharded(Replicate())
+    assert dtensor_compat.is_sharded(_StridedShard(0, split_factor=2))
+    assert dtensor_compat.is_sharded(Shard(1))
+    assert not dtensor_compat.is_sharded(Replicate())
 
 
 def gather() -> torch.Tensor:
     whole = torch.empty(2 * dist.get_world_size())
-    _compat.all_gather_rows(whole, torch.full((2,), float(dist.get_rank())), dist.group.WORLD)
+    torch_compat.all_gather_rows(whole, torch.full((2,), float(dist.get_rank())), dist.group.WORLD)
     return whole
 
 
@@ -34,7 +36,7 @@ def test_rows_are_gathered_in_rank_order() -> None:
 
 def scatter() -> torch.Tensor:
     mine = torch.empty(2)
-    _compat.reduce_scatter_rows(mine, torch.arange(4.0) + dist.get_rank(), dist.group.WORLD)
+    torch_compat.reduce_scatter_rows(mine, torch.arange(4.0) + dist.get_rank(), dist.group.WORLD)
     return mine
 
 
@@ -45,7 +47,7 @@ def test_rows_are_summed_and_scattered_in_rank_order() -> None:
 
 
 def gather_two_axes() -> list[str]:
-    _compat.quiet_sequential_gathers()
+    dtensor_compat.quiet_sequential_gathers()
     heard: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -62,11 +64,11 @@ def test_torch_gives_no_advice_on_gathers_over_two_axes() -> None:
 def count_in_groups() -> tuple[float, float, bool]:
     group = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     module = torch.nn.ModuleDict({"total": torchmetrics.SumMetric()})
-    _compat.metrics_in_group(module, group)
+    lightning_compat.metrics_in_group(module, group)
     copied = copy.deepcopy(module)
     module["total"].update(1.0)
     alone = float(module["total"].compute())
-    _compat.metrics_everywhere(module)
+    lightning_compat.metrics_everywhere(module)
     module["total"].update(0.0)
     return alone, float(module["total"].compute()), copied["total"].dist_sync_fn is not None
 
@@ -85,6 +87,6 @@ def test_compiled_modules_are_recognised() -> None:
     in_place.compile(backend="eager")
     forward.forward = torch.compile(forward.forward, backend="eager")  # type: ignore[method-assign]
     wrapped = torch.compile(whole, backend="eager")
-    assert [_compat.is_compiled(module) for module in (wrapped, in_place, forward)] == [True] * 3
-    assert not _compat.is_compiled(plain)
-    assert _compat.compiled_forward(forward).__self__ is forward
+    assert [torch_compat.is_compiled(module) for module in (wrapped, in_place, forward)] == [True] * 3
+    assert not torch_compat.is_compiled(plain)
+    assert torch_compat.compiled_forward(forward).__self__ is forward

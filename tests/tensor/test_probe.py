@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_effi.tensor import apply
-from lightning_effi.tensor.apply import AppliedPlan
-from lightning_effi.tensor.decide import decide
-from lightning_effi.tensor.plan import LayerPlan
-from lightning_effi.tensor.probe import BlockProbe, Verdict
-from lightning_effi.tensor.rules import elementwise, layers, reductions
-from lightning_effi.tensor.trace import trace_block
+from lightning_effi.tensor_parallel.layers import apply
+from lightning_effi.tensor_parallel.layers.apply import AppliedPlan
+from lightning_effi.tensor_parallel.planning.decide import decide
+from lightning_effi.tensor_parallel.planning.plan import LayerPlan
+from lightning_effi.tensor_parallel.planning.probe import BlockProbe, Verdict
+from lightning_effi.tensor_parallel.planning.trace import trace_block
+from lightning_effi.tensor_parallel.rules import elementwise, layers, reductions
 from tests.harness import run_distributed
 from tests.models.gpt import Block
 from tests.models.hugging_face import llama_model

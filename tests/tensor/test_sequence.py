@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader
 
-from lightning_effi import TensorParallel, _compat
-from lightning_effi.tensor.apply import AppliedPlan
-from lightning_effi.tensor.decide import decide
-from lightning_effi.tensor.plan import SequencePlan
-from lightning_effi.tensor.trace import trace_block
+from lightning_effi import TensorParallel
+from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.tensor_parallel.layers.apply import AppliedPlan
+from lightning_effi.tensor_parallel.planning.decide import decide
+from lightning_effi.tensor_parallel.planning.plan import SequencePlan
+from lightning_effi.tensor_parallel.planning.trace import trace_block
 from tests.harness import (
     ADAMW_FP64,
     SGD_FP32,
@@ -143,7 +144,7 @@ def run_blocks(kind: str, parallel: bool) -> tuple[Counter[str], Counter[str], i
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     AppliedPlan(blocks, layers, mesh, [SequencePlan(str(i), 1, gathers=i == 2) for i in range(3)] if parallel else ())
     held: dict[int, int] = {}
-    parameters = {local.untyped_storage().data_ptr() for local in map(_compat.local_tensor, blocks.parameters())}
+    parameters = {local.untyped_storage().data_ptr() for local in map(dtensor_compat.local_tensor, blocks.parameters())}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_effi.tensor.collectives import TensorGroup, assemble, contribute, exchange, scatter_sum, take
-from lightning_effi.tensor.rules import on_gather
-from lightning_effi.tensor.split import CannotSplitError, Split, SplitTensor, gathered, wrap
+from lightning_effi.tensor_parallel.collectives import TensorGroup, assemble, contribute, exchange, scatter_sum, take
+from lightning_effi.tensor_parallel.rules import on_gather
+from lightning_effi.tensor_parallel.split import CannotSplitError, Split, SplitTensor, gathered, wrap
 from tests.harness import run_distributed
 
 ROWS, LENGTH, HEADS, DEPTH = 2, 3, 4, 5

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
-from lightning_effi.tensor.apply import AppliedPlan
-from lightning_effi.tensor.collectives import TensorGroup, take
-from lightning_effi.tensor.outside import WeightsOutsideLayers
-from lightning_effi.tensor.plan import LayerPlan
-from lightning_effi.tensor.rules import on_gather
-from lightning_effi.tensor.rules.vocabulary import on_loss
-from lightning_effi.tensor.split import Split, gathered, wrap
+from lightning_effi.tensor_parallel.collectives import TensorGroup, take
+from lightning_effi.tensor_parallel.layers.apply import AppliedPlan
+from lightning_effi.tensor_parallel.layers.outside import WeightsOutsideLayers
+from lightning_effi.tensor_parallel.planning.plan import LayerPlan
+from lightning_effi.tensor_parallel.rules import on_gather
+from lightning_effi.tensor_parallel.rules.vocabulary import on_loss
+from lightning_effi.tensor_parallel.split import Split, gathered, wrap
 from tests.harness import WorkerError, run_distributed
 
 ROWS, WIDTH = 6, 8

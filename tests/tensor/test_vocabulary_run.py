@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_effi import TensorParallel
-from lightning_effi.diagnose import run as diagnose_run
-from lightning_effi.inspect import find_blocks
-from lightning_effi.tensor.hints import read_hints
-from lightning_effi.tensor.vocabulary import plan_vocabulary
+from lightning_effi.modules import find_blocks
+from lightning_effi.tensor_parallel.planning.hints import read_hints
+from lightning_effi.tensor_parallel.planning.vocabulary import plan_vocabulary
+from lightning_effi.verify import run as diagnose_run
 from tests.harness import Training, WorkerError, make_trainer, run_distributed, train_and_assert_parity
 from tests.models.gpt import GPT, VOCABULARY, batches
 from tests.models.hugging_face import llama_model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_effi.step.clipping import clip_gradient_norm, clip_gradient_value, gradient_norm
+from lightning_effi.gradients.clipping import clip_gradient_norm, clip_gradient_value, gradient_norm
 from tests.harness import full_tensor, run_distributed
 
 NORMS = [1.0, 2.0, 3.5, math.inf]

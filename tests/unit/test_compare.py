@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_effi.diagnose.compare import FLOOR, compare_tensors
+from lightning_effi.verify.compare import FLOOR, compare_tensors
 
 BASE = {"weight": torch.tensor([3.0, 4.0]), "key.bias": torch.tensor([0.0, 1e-9])}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_effi.inspect import describe_parameters, find_all_blocks, find_blocks
+from lightning_effi.modules import describe_parameters, find_all_blocks, find_blocks
 
 LARGE = 1 << 8  # a Linear of this width has at least 2**16 parameters
 

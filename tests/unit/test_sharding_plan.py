@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_effi import Layout
+from lightning_effi.data_parallel.plan import Compute, ShardingPlan, plan_sharding
 from lightning_effi.plan import Plan, format_bytes
-from lightning_effi.sharding.plan import Compute, ShardingPlan, plan_sharding
 from tests.models.gpt import GPT
 
 EXACT = Compute()

@@ -1,0 +1,1 @@
+"""Messages between ranks: agreeing, broadcasting, reducing what is logged."""

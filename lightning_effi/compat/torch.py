@@ -1,0 +1,181 @@
+"""Private names of torch outside FSDP2 and DTensor, each behind a function of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis named ``name`` over all ranks of ``mesh`` (``DeviceMesh._flatten``, torch 2.13-2.14)."""
+    return mesh._flatten(name)
+
+
+def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> None:
+    """Send rank ``src``'s values of ``tensors`` to all ranks of ``group``, in buckets of 250 MB.
+
+    ``dist._broadcast_coalesced`` is what DistributedDataParallel uses to make replicas equal; ``src`` is the rank
+    inside the group.
+    """
+    import torch.distributed as dist
+
+    dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, src)
+
+
+# Inside this context, tensor subclasses are treated as plain tensors by torch functions.
+without_subclass_dispatch = torch._C.DisableTorchFunctionSubclass
+
+
+# An operator below autograd, as dispatch modes call it: ``torch.ops.aten.mul.Tensor``.
+Operator = torch._ops.OpOverload
+
+
+def all_gather_rows(output: Tensor, rows: Tensor, group: Any) -> None:
+    """``dist.all_gather_into_tensor``, which torch 2.14 renamed to ``all_gather_single``."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, rows, group=group)
+
+
+def reduce_scatter_rows(output: Tensor, rows: Tensor, group: Any) -> None:
+    """``dist.reduce_scatter_tensor``, which torch 2.14 renamed to ``reduce_scatter_single``."""
+    import torch.distributed as dist
+
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, rows, group=group)
+
+
+def unscale_and_check(gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> None:
+    """Multiply tensors of one device and dtype with ``inverse`` and set ``overflow`` to 1 where they are not finite.
+
+    The kernel of ``torch.amp.GradScaler``, which reads each gradient once (two 0-dim fp32 tensors on that device).
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread (``torch._C._current_graph_task_id``)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextmanager
+def total_norm_replaced(replacement: Callable[..., Tensor] | None) -> Iterator[None]:
+    """Let ``torch.nn.utils.clip_grad_norm_`` take the norm of its gradients from ``replacement(gradients, norm_type)``.
+
+    However a module has imported that function, it looks up ``_get_total_norm`` in its own module (torch 2.13-2.14).
+    """
+    from torch.nn.utils import clip_grad
+
+    original = clip_grad._get_total_norm
+
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        assert replacement is not None
+        norm = replacement([tensors] if isinstance(tensors, Tensor) else list(tensors), float(norm_type))
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped"
+            )
+        return norm
+
+    if replacement is not None:
+        clip_grad._get_total_norm = total_norm  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = original
+
+
+def fake_tensor_mode() -> Any:
+    """Tensors with shapes and dtypes but no values (``torch._subclasses.FakeTensorMode``)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode_of(value: Any) -> Any:
+    """The mode in which a tensor without values was made; ``None`` for all else."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return value.fake_mode if isinstance(value, FakeTensor) else None
+
+
+def shadow_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``module(...)`` be ``call(...)``, hooks included."""
+    module.__dict__["_call_impl"] = call
+
+
+def unshadow_call(module: nn.Module) -> None:
+    module.__dict__.pop("_call_impl", None)
+
+
+def call_unshadowed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``module(...)`` as if it had not been shadowed."""
+    return nn.Module._call_impl(module, *args, **kwargs)
+
+
+def pipeline_order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[tuple[Any, int, int]]]:
+    """For each rank, the kind (F, B, I, W), stage and micro-batch of its actions, by torch's generator of ``name``.
+
+    The generators are constructors of classes that also run a schedule. They ask their stages for a few numbers only;
+    what prepares the running, ``_prepare_schedule_with_comms``, is left out.
+    """
+    from types import SimpleNamespace
+
+    from torch.distributed.pipelining import schedules
+
+    generators: dict[str, Any] = {
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "zb1p": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+    }
+    kinds = {
+        schedules._ComputationType.FORWARD: "F",
+        schedules._ComputationType.FULL_BACKWARD: "B",
+        schedules._ComputationType.BACKWARD_INPUT: "I",
+        schedules._ComputationType.BACKWARD_WEIGHT: "W",
+    }
+    stage = SimpleNamespace(
+        stage_index=0, num_stages=ranks * stages_per_rank, group_size=ranks, group_rank=0, submod=nn.Identity()
+    )
+
+    def no_preparation(self: Any, actions: Any) -> None:
+        pass
+
+    generator = type("Order", (generators[name],), {"_prepare_schedule_with_comms": no_preparation})
+    orders = generator([stage] * stages_per_rank, microbatches, loss_fn=no_preparation).pipeline_order
+    return [
+        [(kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in orders[rank] if a is not None]
+        for rank in range(ranks)
+    ]
+
+
+def ddp_prepare_for_backward(ddp: nn.Module, output: Any) -> None:
+    """Arm DDP's reducer for a backward that starts inside the forward (manual optimization), as Lightning does."""
+    from lightning.pytorch.overrides.distributed import prepare_for_backward
+
+    prepare_for_backward(ddp, output)  # type: ignore[arg-type]
+
+
+def compiled_forward(module: nn.Module) -> Any:
+    """What ``module.forward = torch.compile(module.forward)`` compiles; ``None`` where nothing."""
+    return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` itself goes through ``torch.compile``: wrapped, in place, its ``forward``, or by Lightning."""
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or compiled_forward(module) is not None
+        or getattr(module, "_compiler_ctx", None) is not None
+    )

@@ -1,0 +1,53 @@
+"""Buffers that training changes (BatchNorm statistics, centres, queues) follow the first data-parallel rank.
+
+DistributedDataParallel sends all buffers before every forward. Here only those are sent that changed since the last
+time on any rank, so that constant masks and rotary tables cost nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_effi.comm.broadcast import broadcast_states
+
+
+class BufferSync:
+    """Tracks the buffers of ``module`` and sends the changed ones over ``group``."""
+
+    def __init__(self, module: nn.Module, group: Any) -> None:
+        self._module = module
+        self._group = group
+        # BatchNorm's kernel writes its running statistics without touching their version counters
+        self._silent = {
+            f"{name}.{key}" if name else key
+            for name, submodule in module.named_modules()
+            if isinstance(submodule, _NormBase)
+            for key in submodule._buffers
+        }
+        self._seen = self._stamps()
+
+    def changed(self) -> list[bool]:
+        """For each buffer, whether it may have changed on this rank since the last :meth:`send`."""
+        current = self._stamps()
+        training = self._module.training
+        return [stamp != self._seen.get(name) or (training and name in self._silent) for name, stamp in current.items()]
+
+    def send(self, which: list[bool] | None = None) -> None:
+        """Send the chosen buffers (all of them by default) from the first rank to the others."""
+        buffers = list(self._buffers().values())
+        chosen = buffers if which is None else [b for b, wanted in zip(buffers, which, strict=True) if wanted]
+        if chosen:
+            broadcast_states(chosen, self._group)
+        self._seen = self._stamps()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(self._module.named_buffers())
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        return {
+            name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
+            for name, buffer in self._buffers().items()
+        }

@@ -1,0 +1,137 @@
+"""ZeRO stage 0: full copies whose gradients DistributedDataParallel averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_effi.comm.broadcast import broadcast_states
+from lightning_effi.compat import torch as torch_compat
+from lightning_effi.data_parallel.engine import Engine, StepRoot
+from lightning_effi.modules.deferred import DeferredValues
+
+
+class ReplicatedEngine(Engine):
+    """Runs a module in DistributedDataParallel.
+
+    Unused parameters are looked for in every step, since a module that nobody prepared may have some; parameters that
+    are frozen or unfrozen later are noticed, and DDP is built anew, because its reducer only knows those that were
+    trainable when it was made.
+
+    Args:
+        module: the LightningModule; moved to ``device`` in place.
+        group: the ranks that average gradients.
+        device: where the module lives.
+        sync_every_backward: average gradients in each backward of an accumulation window, or only in the last.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, group: dist.ProcessGroup, device: torch.device, sync_every_backward: bool
+    ) -> None:
+        super().__init__(module)
+        self._group = group
+        self._device = device
+        self._sync_every_backward = sync_every_backward
+        self._alone = False
+        DeferredValues(module).fill_through(module)
+        module.to(device)
+        self.sync_states()
+        self._root = StepRoot(module)
+        if device.type == "cpu":
+            # DDP warns whenever its search finds every parameter used. One that never is keeps it quiet; on CUDA it
+            # would make the host wait for the device at the end of each backward, which is worse than a warning.
+            self._root.register_parameter("never_used", nn.Parameter(torch.zeros(1)))
+        self._parameters = list(module.parameters())
+        self._ddp: DistributedDataParallel | None = None
+        self._trainable: list[bool] = []
+
+    def sync_states(self) -> None:
+        """Overwrite parameters and buffers with the first rank's."""
+        broadcast_states([*self.module.parameters(), *self.module.buffers()], self._group)
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._alone or not torch.is_grad_enabled():
+            return step(*args, **kwargs)
+        ddp = self._current_ddp()
+        if ddp is None:
+            return step(*args, **kwargs)
+        if getattr(self.module, "automatic_optimization", True):
+            return ddp(step, *args, **kwargs)
+        return self._run_manual(ddp, step, *args, **kwargs)
+
+    @staticmethod
+    def _run_manual(ddp: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Manual optimization runs backward inside the step: :meth:`before_backward` arms the reducer there, so DDP
+        must not arm it again when this forward ends.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            ddp.require_backward_grad_sync = False
+            return output
+
+        try:
+            return ddp(run, *args, **kwargs)
+        finally:
+            ddp.require_backward_grad_sync = True
+
+    def _current_ddp(self) -> DistributedDataParallel | None:
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._ddp = self._build() if any(trainable) else None
+        return self._ddp
+
+    def _build(self) -> DistributedDataParallel:
+        on_cuda = self._device.type == "cuda"
+        # DDP asks to be built in a side stream when it will be captured in a CUDA graph
+        with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
+            return DistributedDataParallel(
+                self._root,
+                device_ids=[self._device.index] if on_cuda else None,
+                process_group=self._group,
+                find_unused_parameters=True,
+                gradient_as_bucket_view=True,
+            )
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        ddp = self._current_ddp()
+        if ddp is None or self._sync_every_backward:
+            yield
+        else:
+            with ddp.no_sync():
+                yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
+    @contextmanager
+    def whole_window(self) -> Iterator[None]:
+        ddp = self._current_ddp()
+        syncs = ddp is None or ddp.require_backward_grad_sync
+        if ddp is not None:
+            ddp.require_backward_grad_sync = True
+        try:
+            yield
+        finally:
+            if ddp is not None:
+                ddp.require_backward_grad_sync = syncs
+
+    def before_backward(self, loss: Tensor) -> None:
+        if self._ddp is not None and not getattr(self.module, "automatic_optimization", True):
+            torch_compat.ddp_prepare_for_backward(self._ddp, loss)
+
+    def sync_buffers(self) -> None:
+        broadcast_states(self.module.buffers(), self._group)

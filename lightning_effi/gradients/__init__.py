@@ -1,0 +1,1 @@
+"""Gradients between backward and the update: windows, norms, clipping, the loss scale."""

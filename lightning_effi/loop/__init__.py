@@ -1,0 +1,1 @@
+"""Lightning's loop around the steps: lengths of loaders, signals, skipped updates."""

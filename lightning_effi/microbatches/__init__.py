@@ -1,0 +1,1 @@
+"""One batch in pieces, with the numbers of the whole."""

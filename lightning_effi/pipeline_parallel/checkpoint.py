@@ -1,0 +1,104 @@
+"""Checkpoints of a module whose parameters lie on several stages.
+
+A full one is gathered, by name, on the first stage. To a sharded one each stage writes its own tensors; of copies, the
+first holder's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_effi.checkpoint import full
+from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
+
+
+def gather_model(module: nn.Module, stages: StageParameters) -> dict[str, Any]:
+    """The state dict of the whole module on the first stage, ``{}`` elsewhere; all ranks must call this."""
+    merged: dict[str, Any] = {}
+    for state in reversed(stages.gather(full.gather_model(module, keep=True))):
+        merged.update(state)  # of copies, the first stage's
+    return {key: merged[key] for key in stages.state_keys if key in merged}
+
+
+def gather_optimizer(optimizer: Optimizer, names: list[list[str]], stages: StageParameters) -> dict[str, Any]:
+    """The optimizer's state dict as the whole module's optimizer would give it, on the first stage.
+
+    Args:
+        optimizer: of this stage.
+        names: of all parameters of each group, in the order before the split.
+        stages: of the pipeline.
+    """
+    state = full.gather_full(optimizer.state_dict(), keep=True)
+    local = [[name for name in group if name in stages.local] for group in names]
+    positions = [position for group in state["param_groups"] for position in group["params"]]
+    named = dict(zip((name for group in local for name in group), positions, strict=True))
+    by_name = {name: state["state"][position] for name, position in named.items() if position in state["state"]}
+    merged: dict[str, Any] = {}
+    for found in reversed(stages.gather(by_name)):
+        merged.update(found)
+    order = {name: position for position, name in enumerate(name for group in names for name in group)}
+    groups = [
+        {**group, "params": [order[name] for name in everything]}
+        for group, everything in zip(state["param_groups"], names, strict=True)
+    ]
+    return {
+        "state": {order[name]: merged[name] for name in sorted(merged, key=order.__getitem__)},
+        "param_groups": groups,
+    }
+
+
+def merge_stages(
+    tensors: dict[str, Any], rest: dict[str, Any], names: list[list[list[str]]], stages: StageParameters
+) -> None:
+    """Complete what :func:`lightning_effi.checkpoint.sharded.save` found on one stage; every rank must call this.
+
+    Args:
+        tensors: by key, ``model.<name>`` or ``optimizer.<index>.<name>.<state>``; those of other stages are taken out.
+        rest: what is not a tensor, and the names of the tensors of this stage; those of all stages on the first.
+        names: for each optimizer and group, all parameters in the order before the split.
+        stages: of the pipeline.
+    """
+    described = {key: rest[key] for key in ("state_dict", "optimizer_states") if key in rest}
+    for key in [key for key in tensors if not stages.is_written_here(_name_in(key))]:
+        del tensors[key]
+    everywhere = stages.gather(described)
+    if not everywhere:
+        return
+    sources = {key: name for each in reversed(everywhere) for key, name in each["state_dict"]["tensors"].items()}
+    others = {key: value for each in reversed(everywhere) for key, value in each["state_dict"]["others"].items()}
+    rest["state_dict"] = {
+        "tensors": {key: sources[key] for key in stages.state_keys if key in sources},
+        "others": others,
+    }
+    for index, entry in enumerate(rest.get("optimizer_states", ())):
+        parts = [each["optimizer_states"][index] for each in reversed(everywhere)]
+        rest["optimizer_states"][index] = {
+            **entry,
+            "tensors": {name: found for part in parts for name, found in part["tensors"].items()},
+            "others": {name: found for part in parts for name, found in part["others"].items()},
+            "names": names[index],
+        }
+
+
+def of_this_stage(module: nn.Module, state: Mapping[str, Any], *, is_directory: bool) -> Mapping[str, Any]:
+    """The part of a checkpoint's ``state_dict`` that a split module holds here.
+
+    Args:
+        module: of which other stages hold the rest.
+        state: of the whole module: values, or where they are found in a directory.
+        is_directory: which of the two.
+    """
+    held = module.state_dict().keys()
+    if not is_directory:
+        return {key: value for key, value in state.items() if key in held}
+    return {**state, "tensors": {key: source for key, source in state["tensors"].items() if key in held}}
+
+
+def _name_in(key: str) -> str:
+    """The name of a parameter or buffer in a key of a sharded checkpoint."""
+    kind, _, name = key.partition(".")
+    return name if kind == "model" else name.partition(".")[2].rpartition(".")[0]

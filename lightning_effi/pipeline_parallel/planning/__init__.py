@@ -1,0 +1,1 @@
+"""Stages, boundaries and schedules as values."""

@@ -1,0 +1,1 @@
+"""A schedule carried out: stages, messages, backward."""

@@ -1,0 +1,230 @@
+"""The parameters of a stage: letting go of all others, keeping copies equal, and putting the module together again.
+
+The module tree stays whole. A parameter that a rank does not hold is ``None`` in its owner, which PyTorch skips in
+``parameters()``, ``state_dict()`` and ``zero_grad()``, so that names, types and lengths are what the user wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_effi.checkpoint import full
+from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.pipeline_parallel.planning.plan import PipelinePlan
+
+
+class StageParameters:
+    """Which parameters this rank holds, and those that other ranks hold too.
+
+    Args:
+        module: whole; cut down to this stage in place.
+        plan: of the pipeline.
+        stage: of this rank.
+        group: the ranks of this pipeline, in the order of stages.
+        pipelines: global ranks of all pipelines of the run, each in the order of stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: PipelinePlan,
+        stage: int,
+        group: dist.ProcessGroup,
+        pipelines: Sequence[Sequence[int]],
+    ) -> None:
+        self._module = module
+        self._group = group
+        self._stage = stage
+        self._ranks = dist.get_process_group_ranks(group)
+        self.names = [name for name, _ in module.named_parameters()]
+        self._shapes = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in module.named_parameters()}
+        self._first_holder = {name: s for s, each in reversed(list(enumerate(plan.ranks))) for name in each.parameters}
+        self.state_keys = list(module.state_dict())
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.names}
+        by_id = {id(parameter): name for name, parameter in module.named_parameters()}
+        for submodule in module.modules():
+            for key, parameter in submodule._parameters.items():
+                if parameter is not None:
+                    self._places[by_id[id(parameter)]].append((submodule, key))
+        # a parameter that the traced step did not use is held by everybody, so that hooks and other steps find it
+        mine = {*plan.ranks[stage].parameters, *(name for name in self.names if name not in self._first_holder)}
+        self.local = {name: p for name, p in module.named_parameters() if name in mine}
+        self.shared = {name: held for name, held in plan.shared_by_ranks if stage in held}
+        self._shared_groups = self._make_groups(plan, pipelines)
+        self._counted_ids = {id(parameter) for parameter in self.counted()}
+        self._let_go: list[tuple[Tensor, str]] = []
+        for name in self.names:
+            if name not in mine:
+                self._let_go.append((module.get_parameter(name), name))
+                self._put(name, None)
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one to count the parameter in a norm: copies count once."""
+        return id(parameter) in self._counted_ids
+
+    def counted(self) -> list[nn.Parameter]:
+        """The parameters of this stage that no earlier one holds, too."""
+        return [p for name, p in self.local.items() if self.is_first_holder(name)]
+
+    def is_first_holder(self, name: str) -> bool:
+        """Whether no earlier stage holds the parameter."""
+        return self._first_holder.get(name, 0) == self._stage
+
+    def is_written_here(self, name: str) -> bool:
+        """Whether this stage is the one to save the parameter or buffer of that name."""
+        return self.is_first_holder(name) if name in self._shapes else self._stage == 0
+
+    def add_up_shared(self) -> None:
+        """Sum the gradients of parameters that several stages hold; every rank of the pipeline must call this.
+
+        Ranks that hold the same shard of different copies add up their shards.
+        """
+        for held, (group, names) in self._shared_groups.items():
+            if self._stage in held:
+                sum_gradients([self.local[name] for name in names if self.local[name].requires_grad], group)
+
+    def follow(self, module: nn.Module) -> None:
+        """Take note of the parameters that sharding, or its end, has put in the places of those before."""
+        self.local = {name: module.get_parameter(name) for name in self.local}
+        self._counted_ids = {id(parameter) for parameter in self.counted()}
+
+    def leave_to_optimizers(self, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:
+        """Take the parameters of other stages out of the optimizers.
+
+        Returns:
+            for each optimizer and group, the names of all its parameters, in the order before.
+        """
+        local = {id(p): name for name, p in self.local.items()}
+        known = {**local, **{id(p): name for p, name in self._let_go}}
+        everything = []
+        for optimizer in optimizers:
+            names = []
+            for group in optimizer.param_groups:
+                names.append([known[id(p)] for p in group["params"]])
+                group["params"] = [p for p in group["params"] if id(p) in local]
+            for parameter in [p for p in optimizer.state if id(p) not in local]:
+                del optimizer.state[parameter]
+            everything.append(names)
+        self._let_go.clear()
+        return everything
+
+    def make_whole(self) -> None:
+        """Bring every parameter to every rank, and put it back in its places."""
+        for name in self.names:
+            shape, dtype, device, requires_grad = self._shapes[name]
+            parameter = self.local.get(name)
+            if parameter is None:
+                parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad)
+            parameter.data = parameter.data.to(device)
+            dist.broadcast(parameter.detach(), self._ranks[self._first_holder.get(name, 0)], group=self._group)
+            self._put(name, parameter)
+
+    def return_to_optimizers(self, optimizers: Iterable[Optimizer], names: list[list[list[str]]]) -> None:
+        """Undo :meth:`leave_to_optimizers` once the module is whole, with the states of all stages on every rank.
+
+        Args:
+            optimizers: of this stage.
+            names: what :meth:`leave_to_optimizers` returned.
+        """
+        for optimizer, groups in zip(optimizers, names, strict=True):
+            held = {name: optimizer.state[p] for name, p in self.local.items() if p in optimizer.state}
+            mine = full.gather_full(held, keep=True)  # data parallelism may have left them in shards
+            everybodys: list[Any] = [None] * len(self._ranks)
+            dist.all_gather_object(everybodys, mine, group=self._group)
+            states = {name: state for each in reversed(everybodys) for name, state in each.items()} | mine
+            optimizer.state.clear()
+            for group, wanted in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [self._module.get_parameter(name) for name in wanted]
+                for name, parameter in zip(wanted, group["params"], strict=True):
+                    if name in states:
+                        optimizer.state[parameter] = _on_device(states[name], parameter.device)
+
+    def _put(self, name: str, parameter: nn.Parameter | None) -> None:
+        """Code asks for ``weight.dtype`` or ``.device``: in place of a missing parameter it finds a tensor that knows
+        both, takes no memory, and is full of NaN.
+        """
+        shape, dtype, device, _ = self._shapes[name]
+        stand_in = torch.full((), float("nan"), device=device).to(dtype).expand(shape)
+        for owner, key in self._places[name]:
+            owner._parameters[key] = parameter
+            if parameter is None:
+                owner.__dict__[key] = stand_in
+            else:
+                owner.__dict__.pop(key, None)
+
+    def _make_groups(
+        self, plan: PipelinePlan, pipelines: Sequence[Sequence[int]]
+    ) -> dict[tuple[int, ...], tuple[Any, list[str]]]:
+        """One group for each set of stages that share parameters; every rank of the run makes all of them."""
+        by_holders: dict[tuple[int, ...], list[str]] = {}
+        for name, held in plan.shared_by_ranks:
+            by_holders.setdefault(held, []).append(name)
+        groups: dict[tuple[int, ...], tuple[Any, list[str]]] = {}
+        for held, names in by_holders.items():
+            if len(held) == len(self._ranks):
+                groups[held] = (self._group, names)
+                continue
+            for ranks in pipelines:
+                group = dist.new_group([ranks[stage] for stage in held])
+                if ranks[self._stage] == self._ranks[self._stage]:
+                    groups[held] = (group, names)
+        return groups
+
+    @property
+    def bytes(self) -> int:
+        """Of all parameters of the whole module."""
+        return sum(shape.numel() * dtype.itemsize for shape, dtype, _, _ in self._shapes.values())
+
+    def reduce(self, value: Tensor, operation: Any) -> Tensor:
+        """A number that each stage has a part of (a norm), put together over the pipeline."""
+        value = value.to(next(iter(self._shapes.values()))[2])  # a stage without gradients has it on the CPU
+        dist.all_reduce(value, operation, group=self._group)
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's ``value``, in the order of stages, on the first stage; an empty list elsewhere."""
+        gathered: list[Any] | None = [None] * len(self._ranks) if self._stage == 0 else None
+        dist.gather_object(value, gathered, dst=self._ranks[0], group=self._group)
+        return gathered or []
+
+
+def _on_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """An optimizer's state of one parameter; counts of steps (0-dim) stay where the optimizer keeps them."""
+    return {
+        key: value.to(device) if isinstance(value, Tensor) and value.dim() else value for key, value in state.items()
+    }
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1) -> None:
+    """Sum gradients over the ranks of ``group``, in one message for each dtype; a missing one counts as zeros.
+
+    A parameter that no rank used keeps no gradient, or weight decay would move it.
+
+    Args:
+        parameters: the same ones on all ranks, plain or the same shards.
+        group: whose gradients are summed.
+        divisor: of the sums.
+    """
+    if dist.get_world_size(group) == 1 or not parameters:
+        return
+    used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    used = used.to(dtensor_compat.local_tensor(parameters[0]).device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.dtype, []).append(dtensor_compat.local_tensor(parameter.grad))
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        for gradient, part in zip(gradients, flat.div_(divisor).split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,1 @@
+"""What torch functions do with sharded parameters in code that was written for plain ones."""

@@ -1,0 +1,1 @@
+"""Layers that hold parts of their weights."""

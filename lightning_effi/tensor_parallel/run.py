@@ -1,0 +1,184 @@
+"""Tensor parallelism in a run: the module stays whole until the first batch shows how it is used."""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_effi.comm.agreement import Agreement
+from lightning_effi.comm.broadcast import broadcast_states
+from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.compat import torch as torch_compat
+from lightning_effi.modules.deferred import DeferredValues
+from lightning_effi.modules.restore import restored
+from lightning_effi.sharded_tensors.functions import run as run_function
+from lightning_effi.tensor_parallel.collectives import TensorGroup
+from lightning_effi.tensor_parallel.layers.apply import AppliedPlan
+from lightning_effi.tensor_parallel.layers.outside import WeightsOutsideLayers
+from lightning_effi.tensor_parallel.planning.plan import TensorPlan
+from lightning_effi.tensor_parallel.planning.planner import Planner
+from lightning_effi.tensor_parallel.randomness import agree_on_randomness
+from lightning_effi.tensor_parallel.split import gathered
+from lightning_effi.tensor_parallel.uses import UsesOfLogits
+
+if TYPE_CHECKING:
+    from lightning_effi.strategy import EffiStrategy
+
+_CHECKED_STEPS = 3
+
+
+class TensorRun:
+    """Plans and applies tensor parallelism for a strategy; does nothing where ``tensor_parallel_size`` is 1.
+
+    The blocks' real inputs are needed to plan, and Lightning has them in the first step, after every set-up hook of the
+    module has run and a checkpoint has been restored.
+    """
+
+    def __init__(self, strategy: EffiStrategy) -> None:
+        self._strategy = strategy
+        self._applied: AppliedPlan | None = None
+        self._outside: WeightsOutsideLayers | None = None
+        self._uses = UsesOfLogits()
+        self._steps = 0
+        self._fastpath = True
+        self._eagerly = ExitStack()
+        self.is_pending = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._strategy.layout.tensor > 1
+
+    def prepare(self, module: nn.Module) -> None:
+        """Equal values and equal randomness on all ranks, and the whole module on its device until the first step."""
+        strategy = self._strategy
+        DeferredValues(module).fill_through(module)
+        module.to(strategy.root_device)
+        broadcast_states([*module.parameters(), *module.buffers()], dist.group.WORLD)
+        agree_on_randomness(strategy.tensor_control_group, strategy.data_parallel_rank)
+        dtensor_compat.quiet_sequential_gathers()
+        lightning_compat.metrics_in_group(module, strategy.data_parallel_group)
+        # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
+        self._fastpath = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        # torch.compile cannot look into split tensors; recomputation in backward must not meet it either. Where nothing
+        # was compiled its frontend need not even be imported.
+        if "torch._dynamo" in sys.modules:
+            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+        if compiled := [
+            name or type(module).__name__ for name, m in module.named_modules() if torch_compat.is_compiled(m)
+        ]:
+            rank_zero_info(
+                f"tensor parallelism: what the module compiles itself ({compiled[0]}"
+                f"{f' and {len(compiled) - 1} more' if len(compiled) > 1 else ''}) runs without torch.compile"
+            )
+        self.is_pending = True
+
+    def plan(self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any) -> TensorPlan:
+        """Decide what is split, on the arguments of the first step."""
+        strategy = self._strategy
+        asked = strategy.config.tensor
+        user_plan = {} if asked is None or asked.plan == "auto" else asked.plan
+        planner = Planner(
+            strategy.device_mesh["tp"],
+            strategy.tensor_control_group,
+            user_plan,
+            sequence_parallel=asked is not None and asked.sequence_parallel,
+            vocabulary=strategy.layout.pipeline == 1,
+        )
+        with restored(module):
+            return planner.plan(module, step, args, kwargs)
+
+    def apply(self, module: nn.Module, plan: TensorPlan) -> None:
+        """Split the layers of ``module``; optimizers must have been detached from its parameters."""
+        dtensor_compat.read_scalars_globally()
+        dtensor_compat.log_scalars_globally()
+        dtensor_compat.functions_of_dtensors(run_function)
+        self._applied = AppliedPlan(
+            module,
+            plan.layers,
+            self._strategy.device_mesh["tp"],
+            plan.sequence,
+            plan.handing_out,
+            whole_outputs=self._strategy.layout.pipeline > 1,  # what crosses a boundary is whole
+        )
+        self._outside = WeightsOutsideLayers(self._applied.group)
+        self._uses = UsesOfLogits(layer.name for layer in plan.layers if layer.style == "vocab")
+        self.is_pending = False
+
+    def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``step`` as it runs on the split module: weights may be used anywhere, and what it returns is whole."""
+        return step if self._applied is None else partial(self._run, step, self._applied.group)
+
+    def _run(self, step: Callable[..., Any], group: TensorGroup, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            with WeightsOutsideLayers(group):
+                return gathered(step(*args, **kwargs))
+        with nullcontext() if self._outside is None else self._outside, self._uses:
+            output = gathered(step(*args, **kwargs))
+        self._uses.say()
+        if self._outside is not None and not self._outside.was_needed:
+            self._outside = None  # it costs a little in every torch function, and the first step had no use for it
+        return output
+
+    def explain(self, exception: BaseException) -> None:
+        """Add a note to ``exception`` where tensor parallelism knows more about its cause."""
+        if self._applied is not None and "mixed torch.Tensor and DTensor" in str(exception):
+            exception.add_note(
+                "lightning_effi: with tensor parallelism, a weight that is split was used outside its layer, which the"
+                " first training step did not do. Use it there too (multiplied by zero, say), or keep it whole by"
+                " TensorParallel(plan={'<name of the layer>': 'replicate'})"
+            )
+
+    def undo(self) -> None:
+        """Make the module whole again; all ranks must call this."""
+        self._eagerly.close()
+        if self.is_wanted:
+            torch.backends.mha.set_fastpath_enabled(self._fastpath)
+            if self._strategy.lightning_module is not None:
+                lightning_compat.metrics_everywhere(self._strategy.lightning_module)
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied = None
+
+    def begin_step(self, batch: Any) -> None:
+        """A step is about to run; in the first ones, make sure that the ranks of a group were given the same batch.
+
+        Raises:
+            RuntimeError: on all ranks of the group.
+        """
+        if self._applied is not None:
+            self._applied.begin_step()
+        if not self.is_wanted or self._steps >= _CHECKED_STEPS:
+            return
+        self._steps += 1
+        group = self._strategy.tensor_control_group
+        if not Agreement(group).any_and_same([], _fingerprint(batch))[1]:
+            raise RuntimeError(
+                f"The {self._strategy.layout.tensor} ranks of a tensor-parallel group work on parts of one model and"
+                f" were given different batches in step {self._steps}. A loader that shares out data by rank has to"
+                " use strategy.data_parallel_rank and strategy.data_parallel_size, and random transforms the same seed"
+            )
+
+
+def _fingerprint(batch: Any) -> int:
+    value = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            leaf = leaf.detach().cpu().contiguous()
+            value = zlib.crc32(
+                leaf.view(torch.uint8).numpy().tobytes() if leaf.dim() else repr(leaf.item()).encode(), value
+            )
+        elif isinstance(leaf, (int, float, str, bool)):
+            value = zlib.crc32(repr(leaf).encode(), value)
+    return value

@@ -1,0 +1,137 @@
+"""The probe in a run: before the first step, on the first real batch."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_effi.comm.broadcast import broadcast_states
+from lightning_effi.modules.restore import NoDropout, copied, loss_of, of_size_one, plain_gradients, restored, silent
+from lightning_effi.modules.state_changes import undone_writes
+from lightning_effi.verify.compare import Comparison, compare_tensors
+
+if TYPE_CHECKING:
+    from lightning_effi.strategy import EffiStrategy
+
+# Rounding of one forward and backward, by the lowest dtype computed with; a wrong gradient is off by far more. Models
+# in fp64 may still compute in fp32 here and there, as the norms of transformers do.
+# In bf16, sums of parts are rounded apart.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.15}
+
+
+# Parameters up to which "auto" keeps a copy of the whole module and its gradients; beyond, blocks are compared alone.
+LARGEST = 1_000_000_000
+
+
+class RunProbe:
+    """Keeps a plain copy of the module from before sharding until the first batch, and compares once.
+
+    Raises (in :meth:`before_first_step`):
+        RuntimeError: on all ranks, where loss or a gradient differs, naming the worst parameter.
+    """
+
+    def __init__(self, strategy: EffiStrategy) -> None:
+        self._strategy = strategy
+        self._plain: nn.Module | None = None
+
+    def before_sharding(self, module: nn.Module) -> None:
+        """Keep a copy if the run is to be verified; data parallelism infers nothing, so ``auto`` has no need to."""
+        strategy = self._strategy
+        wanted = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
+        if not wanted or not strategy.has_several_processes:
+            return
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if strategy.config.verify == "auto" and numel > LARGEST:
+            rank_zero_info(
+                f"verify: each kind of block was compared with the plain one, the whole module was not, since"
+                f" verify='auto' does so up to {LARGEST:,} parameters and it has {numel:,}. verify=True compares it too"
+            )
+            return
+        self._plain = copied(module).to(strategy.root_device)
+
+    def before_first_step(self, *args: Any) -> None:
+        """Compare on the arguments of the first ``training_step``."""
+        plain, self._plain = self._plain, None
+        module = self._strategy.lightning_module
+        if plain is None or module is None:
+            return
+        if not module.automatic_optimization:
+            rank_zero_info("verify: not compared, since with manual optimization training_step runs backward itself")
+            return
+        started = time.monotonic()
+        group = self._strategy.data_parallel_group
+        broadcast_states([*plain.parameters(), *plain.buffers()], group)
+        plain.train(module.training)
+        loss, expected = self._plain_step(plain, copy.deepcopy(args), group)
+        actual_loss, actual = self._parallel_step(module, copy.deepcopy(args), group)
+        if not all(bool(value.isfinite().all()) for value in (loss, *expected.values())):
+            rank_zero_info("verify: not compared, since the plain module's own loss or gradients are not finite")
+            return
+        comparison = compare_tensors({**actual, "loss": actual_loss}, {**expected, "loss": loss})
+        judge(comparison, self._strategy.precision.precision, time.monotonic() - started)
+
+    def _plain_step(self, plain: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """This rank's batch through the plain module, averaged over the ranks."""
+        plain._trainer = self._strategy.lightning_module._trainer  # type: ignore[union-attr]
+        in_context = self._strategy.precision.train_step_context()
+        with restored(plain), silent(plain), NoDropout(), in_context:
+            loss, gradients = plain_gradients(plain, plain.training_step, *args)
+        averaged = {}
+        for name, parameter in plain.named_parameters():
+            if name in gradients:
+                gradient = gradients[name]
+                gradient = torch.zeros_like(parameter) if gradient is None else gradient
+                dist.all_reduce(gradient, group=group)
+                averaged[name] = gradient.detach() / dist.get_world_size(group)
+        return _mean(loss, group), averaged
+
+    def _parallel_step(self, module: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        engine = self._strategy.engine
+        with engine.whole_window(), restored(module), silent(module), undone_writes(module), NoDropout():
+            with self._strategy.precision.train_step_context():
+                step = self._strategy.assembly.tensor.over(module.training_step)
+                loss = loss_of(engine.run_step(step, *args))
+            engine.before_backward(loss)
+            of_size_one(loss).backward()
+            engine.after_backward()
+            engine.rest()
+        gradients = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                if gradient is not None and hasattr(gradient, "full_tensor"):
+                    gradient = gradient.full_tensor()
+                full = torch.zeros(parameter.shape, device=parameter.device) if gradient is None else gradient
+                gradients[name] = full.detach().clone()
+        engine.discard()
+        return _mean(loss.detach(), group), gradients
+
+
+def judge(comparison: Comparison, precision: str, seconds: float) -> None:
+    """Say that the comparison went well.
+
+    Raises:
+        RuntimeError: where it did not, naming the worst parameter.
+    """
+    dtype = {"32-true": torch.float32, "64-true": torch.float64}.get(precision, torch.bfloat16)
+    if not comparison.within(_TOLERANCES[dtype]):
+        name, distance = comparison.worst
+        raise RuntimeError(
+            f"verify: the parallel module does not compute what the plain one does: '{name}' is off by"
+            f" {distance:.1e} (allowed {_TOLERANCES[dtype]:.0e}). Nothing was trained. Does training_step change"
+            " parameters, draw random numbers other than dropout's, or read what forward hooks keep elsewhere than in"
+            " the module they are given? Then verify=False leaves this comparison out"
+        )
+    rank_zero_info(f"verify: loss and gradients equal the plain module's ({comparison}; {seconds:.1f} s)")
+
+
+def _mean(value: Tensor, group: Any) -> Tensor:
+    value = value.detach().clone()
+    dist.all_reduce(value, group=group)
+    return value / dist.get_world_size(group)
