@@ -35,7 +35,7 @@ from lightning_effi.compat import torch as torch_compat
 from tests.harness import WorkerEnvironment, make_trainer, run_distributed
 
 # rooms that test what they rely on themselves
-ELSEWHERE = ("pipeline/test_compat.py", "tensor/test_private_names.py")
+ELSEWHERE = ("pipeline_parallel/test_compat.py", "tensor_parallel/test_private_names.py")
 _covered: set[str] = set()
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_effi import EffiPrecision
-from tests.behaviours.fitting import Fit, Outcome
-from tests.behaviours.several_fits import fit_several, single_processes
+from tests.harness.fitting import Fit, Outcome
 from tests.harness.parity import assert_tensors_close
+from tests.harness.several_fits import fit_several, single_processes
 
 WIDTH = 8
 CLIP = 0.05

@@ -1,0 +1,121 @@
+"""Tensor parallelism gives the numbers of the stock single-process Trainer, on modules nobody prepared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.harness import ADAMW_FP64, SGD_FP32, Bounds, Training, run, run_reference, train_and_assert_parity
+from tests.models import MODELS, ModelCase
+from tests.tensor_parallel.architectures import ARCHITECTURES, FAMILIES
+
+# Learning rate: half the usual length, since each step makes the rounding of split sums grow, up to tenfold.
+SHORT_STEPS = 0.25
+EVERYTHING: dict[str, ModelCase] = {**MODELS, **ARCHITECTURES}
+
+
+def train_and_compare(
+    model: str, world_size: int = 2, tensor: int = 2, bounds: Bounds = SGD_FP32, zero_stage: int = 2, **settings: Any
+) -> None:
+    case = {**EVERYTHING, **FAMILIES}[model]
+    if case.missing:
+        pytest.skip(f"needs {', '.join(case.missing)}")
+    strategy = {"tensor_parallel_size": tensor, "zero_stage": zero_stage}
+    if settings.get("optimizer", "sgd") == "sgd":
+        settings.setdefault("learning_rate", SHORT_STEPS)
+    train_and_assert_parity(
+        Training(case.module, case.batches, strategy=strategy, world_size=world_size, **settings), bounds
+    )
+
+
+@pytest.mark.parametrize("model", EVERYTHING)
+def test_two_ranks_equal_single_process(model: str) -> None:
+    train_and_compare(model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", FAMILIES)
+def test_families_equal_single_process(model: str) -> None:
+    train_and_compare(model, learning_rate=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["bloom", "falcon-groups", "albert"])
+def test_families_on_sharded_parameters_equal_single_process(model: str) -> None:
+    train_and_compare(model, world_size=4, zero_stage=3, learning_rate=0.05)
+
+
+ON_FOUR = ("gpt-tied", "encoder", "llama", "llama-kv1-sdpa", "six-heads")
+
+
+@pytest.mark.parametrize(
+    "model", [model if model in ON_FOUR else pytest.param(model, marks=pytest.mark.full) for model in EVERYTHING]
+)
+def test_four_ranks_equal_single_process(model: str) -> None:
+    train_and_compare(model, world_size=4, tensor=4)
+
+
+# Each model and each stage by default; the other rows with `-m full`.
+STAGES_OF = {"gpt-tied": (3,), "llama": (1,), "phi3": (2,), "encoder": (3,), "lora-peft-llama": ()}
+CROSSED = [
+    pytest.param(model, stage, marks=() if stage in STAGES_OF.get(model, ()) else pytest.mark.full)
+    for model in (*STAGES_OF, "vit-batchnorm")
+    for stage in (0, 1, 2, 3)
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "zero_stage"), CROSSED, ids=lambda value: f"zero{value}" if isinstance(value, int) else value
+)
+def test_two_by_two_ranks_equal_single_process(model: str, zero_stage: int) -> None:
+    train_and_compare(model, world_size=4, zero_stage=zero_stage, clip=0.1, accumulate=2)
+
+
+@pytest.mark.parametrize("model", ["gpt-tied", "llama", "phi3", "bert", "encoder", "vit-batchnorm", "t5"])
+def test_adamw_equals_single_process(model: str) -> None:
+    train_and_compare(model, optimizer="adamw", precision="64-true", bounds=ADAMW_FP64)
+
+
+@pytest.mark.parametrize(
+    ("model", "zero_stage"),
+    [
+        ("gpt-tied", 3),
+        ("qwen3", 1),
+        pytest.param("gpt-tied", 1, marks=pytest.mark.full),
+        pytest.param("qwen3", 3, marks=pytest.mark.full),
+    ],
+)
+def test_adamw_on_two_by_two_ranks_equals_single_process(model: str, zero_stage: int) -> None:
+    train_and_compare(
+        model, world_size=4, zero_stage=zero_stage, optimizer="adamw", precision="64-true", bounds=ADAMW_FP64, clip=0.1
+    )
+
+
+# Clipped to less, the steps would be so short that fp32 resolves them to little better than 1e-5.
+@pytest.mark.parametrize("clip", [("norm", 0.1), ("value", 0.02)], ids=lambda clip: clip[0])
+@pytest.mark.parametrize("model", ["gpt-tied", "llama"])
+def test_clipping_and_accumulation_equal_single_process(model: str, clip: Any) -> None:
+    train_and_compare(model, clip=clip[1], clip_algorithm=clip[0], accumulate=3)
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "precision"),
+    [
+        ("gpt-tied", 2, "bf16-true"),
+        ("llama", 4, "bf16-mixed"),
+        pytest.param("llama", 4, "bf16-true", marks=pytest.mark.full),
+        ("bert", 2, "bf16-mixed"),
+    ],
+)
+def test_losses_in_low_precision_are_near_stock(model: str, world_size: int, precision: str) -> None:
+    case = EVERYTHING[model]
+    if case.missing:
+        pytest.skip(f"needs {', '.join(case.missing)}")
+    strategy = {"tensor_parallel_size": 2, "zero_stage": 3}
+    training = Training(
+        case.module, case.batches, strategy=strategy, world_size=world_size, precision=precision, steps=6,
+        learning_rate=0.05, record_tensors=False,
+    )  # fmt: skip
+    ours, theirs = run(training).losses, run_reference(training).losses
+    assert ours == pytest.approx(theirs, abs=0.01 if precision == "bf16-mixed" else 0.05)
