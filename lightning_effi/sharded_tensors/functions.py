@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import torch as torch_compat
+from lightning_effi.sharded_tensors.names import is_in_place
 
 # Whatever their arguments are, what they return may share memory with the first one.
 _VIEWS = {
@@ -70,7 +71,7 @@ def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _write_out(func, args, kwargs)
     if name.startswith("_foreach_"):
         return _each(func, args, kwargs) if meet else func(*args, **kwargs)
-    if _is_in_place(name):
+    if is_in_place(name):
         return _change(func, args, kwargs, meet or name == "__setitem__" or name in _DRAWS_IN_PLACE)
     if meet or name.endswith("_loss"):  # DTensor takes the mean of the ranks' means, although parts are of unequal size
         return func(*_whole(args), **_whole(kwargs))
@@ -108,7 +109,7 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequenc
     """A function of which autograd keeps a record, in a hook or, for weights split by tensor parallelism, in a step."""
     meshes = [tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")]
     name = getattr(func, "__name__", "")
-    if (_steps_under_way and any(mesh.mesh_dim_names != ("tp",) for mesh in meshes)) or _is_in_place(name):
+    if (_steps_under_way and any(mesh.mesh_dim_names != ("tp",) for mesh in meshes)) or is_in_place(name):
         return func(*args, **kwargs)
 
     def on_wholes() -> Any:
@@ -125,10 +126,6 @@ def _complete(value: Any) -> Any:
         return tensor.full_tensor(grad_placements=[Replicate()] * tensor.device_mesh.ndim)  # type: ignore[no-any-return]
 
     return tree_map_only(DTensor, complete, value)
-
-
-def _is_in_place(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
 def _meet(tensors: Sequence[Tensor]) -> bool:

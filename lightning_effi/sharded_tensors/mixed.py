@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_effi.sharded_tensors.names import is_in_place
 from lightning_effi.sharded_tensors.stale_parameters import EarlierParameter, resolved
 
 
@@ -30,7 +31,9 @@ class WholeWhereMixed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
 
-        if _writes(func):  # into a full copy that nobody keeps; torch's own refusal is better
+        if is_in_place(
+            getattr(func, "__name__", "")
+        ):  # into a full copy that nobody keeps; torch's own refusal is better
             return func(*args, **(kwargs or {}))
         if EarlierParameter in types:
             args, kwargs = resolved(args, kwargs or {})
@@ -43,12 +46,6 @@ class WholeWhereMixed(TorchFunctionMode):
             whole = [_Whole.apply(leaf) if is_sharded else leaf for leaf, is_sharded in pairs]
             args, kwargs = tree_unflatten(whole, tree)
         return func(*args, **(kwargs or {}))
-
-
-def _writes(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or name.startswith("__i")
 
 
 class _Whole(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from lightning_effi.sharded_tensors.names import is_in_place
 from lightning_effi.sharded_tensors.stale_parameters import EarlierParameter, resolved
 from lightning_effi.tensor_parallel.collectives import TensorGroup, share
 from lightning_effi.tensor_parallel.rules.vocabulary import embedded
@@ -83,7 +84,7 @@ def mixes(name: str, args: Any, kwargs: Any) -> bool:
     if not (stored and plain):
         return False
     # what is written to a whole copy would be lost; torch's own refusal is better
-    return not (_writes(name) and any(_is_stored(target) for target in _operands(args[:1], {})))
+    return not (is_in_place(name) and any(_is_stored(target) for target in _operands(args[:1], {})))
 
 
 def _operands(args: Any, kwargs: Any) -> Iterator[Any]:
@@ -102,10 +103,6 @@ def _is_stored(value: Any) -> bool:
 
 def _is_split(values: Any, dim: int) -> bool:
     return bool(values) and _is_stored(values[0]) and values[0].dim() == 2 and values[0].placements[0].is_shard(dim)
-
-
-def _writes(name: str) -> bool:
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
 
 
 def _whole(value: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_effi.compat import torch as torch_compat
+from lightning_effi.sharded_tensors.names import is_in_place
 from lightning_effi.tensor_parallel.collectives import take
 from lightning_effi.tensor_parallel.rules import (
     attention,
@@ -102,7 +103,7 @@ def _on_wholes(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwarg
         # keys that were computed by sequence (there are fewer heads than ranks) meet queries that are split by heads
         args, kwargs = (gathered(tree, where=lambda split: not split.sources) for tree in (args, kwargs))
         return apply_rule(func, args, kwargs)
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    in_place = is_in_place(name)
     target = args[0] if in_place and args else None
     if in_place and not (isinstance(target, SplitTensor) and target.placement.yields):
         raise CannotSplitError(f"'{name}' writes into a tensor that is split", sources)

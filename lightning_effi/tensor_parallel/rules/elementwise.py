@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from lightning_effi.sharded_tensors.names import is_in_place
 from lightning_effi.tensor_parallel.randomness import per_rank
 from lightning_effi.tensor_parallel.split import Split, SplitTensor, aligned, split_tensors, wrap
 
@@ -44,7 +45,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     first = cut[0]
     name = getattr(func, "__name__", "")
     # a part of what is whole would be written to a copy of it, which nobody keeps
-    if name.endswith("_") and not name.endswith("__") and not any(args[0] is t for t in cut):
+    if is_in_place(name) and not any(args[0] is t for t in cut):
         return fall_back(func, args, kwargs)
     split = merged(cut)
     from_right = _from_right(first)
