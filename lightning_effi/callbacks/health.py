@@ -162,7 +162,7 @@ def _held_here(strategy: EffiStrategy) -> Sequence[str] | None:
         return ("",)
     if strategy.assembly.stages is None or strategy.plan.pipeline is None:
         return None
-    stage = strategy.plan.pipeline.stages[strategy.assembly.pipeline.stage]
+    stage = strategy.plan.pipeline.ranks[strategy.assembly.pipeline.stage]  # a rank may hold several stages
     return (*stage.blocks, *stage.units)
 
 

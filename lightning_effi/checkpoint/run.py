@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,11 +116,24 @@ class RunCheckpoint:
         optimizers = self._strategy.optimizers
         if len(states) != len(optimizers):
             raise ValueError(f"the checkpoint has {len(states)} optimizers, this run has {len(optimizers)}")
+        states = self._of_this_stage(states)
         if self._loaded_directory is not None:
             sharded.load_optimizers(self._loaded_directory, optimizers, states, module)
             return
         for optimizer, state in zip(optimizers, states, strict=True):
             full.load_optimizer(optimizer, state)
+
+    def _of_this_stage(self, states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """What is loaded into a module that is split already, as LearningRateFinder does: each stage takes its part."""
+        assembly = self._strategy.assembly
+        if (stages := assembly.stages) is None:
+            return states
+        if self._loaded_directory is not None:
+            return [stage_checkpoint.entry_of_this_stage(entry, stages) for entry in states]
+        return [
+            stage_checkpoint.optimizer_of_this_stage(state, names, stages)
+            for state, names in zip(states, assembly.pipeline.optimizer_names, strict=True)
+        ]
 
     def _meet_after_error(self) -> None:
         """A callback may save when a rank has failed; gathering shards would then wait for ranks that never come.

@@ -6,7 +6,7 @@ first holder's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -96,6 +96,43 @@ def of_this_stage(module: nn.Module, state: Mapping[str, Any], *, is_directory: 
     if not is_directory:
         return {key: value for key, value in state.items() if key in held}
     return {**state, "tensors": {key: source for key, source in state["tensors"].items() if key in held}}
+
+
+def optimizer_of_this_stage(
+    state: Mapping[str, Any], names: Sequence[Sequence[str]], stages: StageParameters
+) -> dict[str, Any]:
+    """The part of a whole optimizer's state dict that the optimizer of this stage holds.
+
+    Args:
+        state: as :func:`gather_optimizer` gives it, or a stock optimizer.
+        names: of all parameters of each group, in the order before the split.
+        stages: of the pipeline.
+
+    Raises:
+        ValueError: where the state is that of other groups.
+    """
+    groups = []
+    if [len(group["params"]) for group in state["param_groups"]] != [len(group) for group in names]:
+        raise ValueError(
+            f"the checkpoint's optimizer has groups of {[len(group['params']) for group in state['param_groups']]}"
+            f" parameters, this one has {[len(group) for group in names]}: was it saved by another"
+            " configure_optimizers?"
+        )
+    for group, everything in zip(state["param_groups"], names, strict=True):
+        mine = [at for at, name in zip(group["params"], everything, strict=True) if name in stages.local]
+        groups.append({**group, "params": mine})
+    held = {position for group in groups for position in group["params"]}
+    return {**state, "state": {k: v for k, v in state["state"].items() if k in held}, "param_groups": groups}
+
+
+def entry_of_this_stage(entry: Mapping[str, Any], stages: StageParameters) -> dict[str, Any]:
+    """The same of what a sharded checkpoint's ``trainer.pt`` tells of an optimizer."""
+
+    def mine(found: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in found.items() if name in stages.local}
+
+    names = [[name for name in group if name in stages.local] for group in entry["names"]]
+    return {**entry, "tensors": mine(entry["tensors"]), "others": mine(entry["others"]), "names": names}
 
 
 def _name_in(key: str) -> str:

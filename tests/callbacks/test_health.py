@@ -56,15 +56,15 @@ class _Infinite(torch.autograd.Function):
 
 
 class Bad(GPT):
-    """``blocks.1.mlp.2`` misbehaves."""
+    """``mlp.2`` of the last block misbehaves."""
 
-    def __init__(self, kind: type[BadInForward], rank: int | None) -> None:
-        super().__init__(blocks=2)
-        self.blocks[1].mlp[2] = kind(self.blocks[1].mlp[2], rank)
+    def __init__(self, kind: type[BadInForward], rank: int | None, blocks: int = 2) -> None:
+        super().__init__(blocks=blocks)
+        self.blocks[-1].mlp[2] = kind(self.blocks[-1].mlp[2], rank)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.blocks[1].mlp[2].step = batch_idx
+        self.blocks[-1].mlp[2].step = batch_idx
 
 
 class BadLoss(GPT):
@@ -103,6 +103,13 @@ def test_run_ends_with_the_modules_name(layout: str, kind: Any, rank: int | None
     with pytest.raises(WorkerError, match=r"HealthCheck: in optimizer step 2, " + message) as caught:
         run_distributed(partial(fit, LAYOUTS[layout][1], partial(Bad, kind, rank)), 2)
     assert "keep_fp32=['blocks.1.mlp.2" in str(caught.value)
+
+
+@pytest.mark.parametrize(("schedule", "rank"), [("interleaved", 1), ("zbv", 0)])
+def test_all_stages_of_a_rank_are_watched(schedule: str, rank: int) -> None:
+    strategy = {**LAYOUTS["pp2"][1], "pipeline": schedule}
+    with pytest.raises(WorkerError, match=rf"step 2, 'blocks\.3\.mlp\.2' \(rank {rank}\) returned"):
+        run_distributed(partial(fit, strategy, partial(Bad, BadInForward, None, blocks=4)), 2)
 
 
 def warned(strategy: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -15,12 +15,14 @@ from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     EarlyStopping,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     Timer,
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.lightning.classifier import Classifier, ClassifierData, Schedule, dataset
 from tests.lightning.sides import (
@@ -151,6 +153,22 @@ def unfreeze_later(strategy: Strategy) -> dict[str, Any]:
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_backbone_is_unfrozen_in_mid_training(zero_stage: int) -> None:
     assert assert_same_as_single_process(unfreeze_later, zero_stage)[0]["moved"]
+
+
+def find_learning_rate(strategy: Strategy) -> dict[str, Any]:
+    finder = LearningRateFinder(num_training_steps=6, early_stop_threshold=None, update_attr=False)
+    module = classifier()
+    trainer = trainer_for(strategy, max_steps=3, callbacks=[finder], precision="64-true")
+    trainer.fit(module, DataLoader(dataset(32, seed=1), batch_size=8))
+    found = finder.optimal_lr
+    assert found is not None
+    return {"losses": found.results["loss"], "rates": found.results["lr"], "weights": weights(module)}
+
+
+@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
+def test_training_starts_anew_after_stages_searched_for_the_learning_rate(checkpoints: str) -> None:
+    settings = {"pipeline_parallel_size": 2, "checkpoints": checkpoints, "microbatches": 2}
+    assert_same_as_single_process(find_learning_rate, 0, **settings)
 
 
 def accumulate_by_schedule(strategy: Strategy) -> dict[str, Any]:
