@@ -79,6 +79,25 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+@relies_on("torch.output_size", "Node._input_metadata")
+def test_nodes_know_the_size_of_what_they_gave() -> None:
+    parts = torch.randn(2, 6, requires_grad=True).exp().split(4, dim=1)
+    node = parts[0].grad_fn
+    assert [torch_compat.output_size(node, i) for i in range(2)] == [8, 4]
+    assert torch_compat.output_size((parts[0].mean() * 2).grad_fn, 0) == 1
+
+
+@relies_on("torch.saved", "Node._saved_*")
+def test_nodes_show_what_they_keep() -> None:
+    labels = torch.tensor([1, 2, 1])
+    node = nn.functional.cross_entropy(torch.randn(3, 5, requires_grad=True), labels, ignore_index=1).grad_fn
+    assert torch_compat.saved(node, "total_weight").item() == 1.0
+    assert torch_compat.saved(node, "reduction") == 1
+    divided = (torch.ones(2, requires_grad=True).sum() / torch.tensor(4)).grad_fn
+    assert torch_compat.saved(divided, "other").item() == 4
+    assert torch_compat.saved(divided, "reduction") is None
+
+
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()

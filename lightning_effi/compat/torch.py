@@ -179,3 +179,17 @@ def is_compiled(module: nn.Module) -> bool:
         or compiled_forward(module) is not None
         or getattr(module, "_compiler_ctx", None) is not None
     )
+
+
+def output_size(node: Any, index: int) -> int:
+    """Number of elements of the ``index``-th tensor that a node of the autograd graph gave in forward.
+
+    ``Node._input_metadata`` (the inputs of backward are the outputs of forward, torch 2.13-2.14); 1 for nodes without.
+    """
+    metadata = node._input_metadata
+    return int(torch.Size(metadata[index].shape).numel()) if index < len(metadata) else 1
+
+
+def saved(node: Any, name: str) -> Any:
+    """What a node of the autograd graph keeps for its backward under ``name`` (``Node._saved_*``), or ``None``."""
+    return getattr(node, f"_saved_{name}", None)

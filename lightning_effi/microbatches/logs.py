@@ -13,6 +13,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_effi.microbatches.evidence import LossEvidence
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -32,11 +34,14 @@ class Logged:
 
 @dataclass
 class StepResult:
-    """What ``training_step`` made of one piece: its loss, the rest of its output, and what it logged."""
+    """What ``training_step`` made of one piece: its loss, the rest of its output, what it logged, and, where it is
+    trained on, how the loss was built.
+    """
 
     loss: Tensor | None
     output: Any
     logged: list[Logged] = field(default_factory=list)
+    evidence: LossEvidence | None = None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_effi.microbatches.evidence import evidence_of
 from lightning_effi.microbatches.logs import StepResult, captured_logs
 from lightning_effi.microbatches.split import Piece
 from lightning_effi.modules.draws import SameForAllRows
@@ -54,6 +55,7 @@ class SequentialRunner:
                 with strategy.precision.train_step_context():
                     result = self._forward(piece, args)
                 if result.loss is not None:
+                    result.evidence = evidence_of(result.loss)
                     self._backward(module, result.loss, weight * scale)
                     result.loss = result.loss.detach()
             results.append(result)

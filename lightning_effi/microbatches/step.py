@@ -124,14 +124,15 @@ class MicrobatchedStep:
         window = module.trainer.accumulate_grad_batches
         self._shelf.start(self._strategy, is_first=module.trainer.fit_loop.batch_idx % window == 0)
         scale = self._strategy.precision.loss_scale
+        amounts = self._choice.amounts(pieces) if self._sums else []
         if self._sums:  # sums over labels, divided when the window is closed
-            amounts = self._choice.amounts(pieces)
             results = self._runner.train(pieces, amounts, scale, args)
             if any(result.loss is not None for result in results):
                 self._strategy.window.weigh(sum(amounts))
         else:
             results = self._runner.train(pieces, weights, scale / window, args)
         self._shelf.put_aside()
+        self._choice.confirm(batch, rows, pieces, amounts or weights, [result.evidence for result in results])
         return self._output(results, weights, [piece.rows for piece in pieces])
 
     def give_gradients(self) -> None:

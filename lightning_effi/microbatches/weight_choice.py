@@ -12,9 +12,11 @@ from torch import Tensor
 
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.config import Microbatches
+from lightning_effi.microbatches.evidence import LossEvidence
 from lightning_effi.microbatches.logs import LogRules, StepResult
+from lightning_effi.microbatches.rule_watch import Doubt, RuleWatch
 from lightning_effi.microbatches.split import Piece, cut, replaced, tensors
-from lightning_effi.microbatches.weights import Rule, candidates, fixed_rule
+from lightning_effi.microbatches.weights import ComparedConstants, Rule, candidates, fixed_rule
 
 # Where rules stay indistinguishable within rounding for so many comparisons, the closest one is taken for good.
 _MAX_COMPARISONS = 8
@@ -50,6 +52,8 @@ class WeightChoice:
         self._comparisons = 0
         self._errors: dict[str, float] = {}  # of each rule, summed over comparisons and ranks
         self._announced = ""
+        self._compared_this_batch = False
+        self._watch = RuleWatch()
 
     def weights(self, batch: Any, rows: int, pieces: Sequence[Piece]) -> list[float]:
         """One weight a piece, so that the weighted sum of their losses is the loss of the batch.
@@ -57,6 +61,7 @@ class WeightChoice:
         Raises:
             RuntimeError: on all ranks, where no rule reproduces the loss of the uncut batch.
         """
+        self._compared_this_batch = False
         if self._fixed is not None:
             return self._fixed(pieces)
         if self._config.weight == "valid_labels":  # windows and ranks are averaged by the amounts themselves
@@ -112,6 +117,34 @@ class WeightChoice:
         noticed = with_first.loss is None or without.loss is None or not torch.equal(with_first.loss, without.loss)
         self._rules = [self._rules[1] if self._any([noticed])[0] else self._rules[0]]
 
+    def confirm(
+        self,
+        batch: Any,
+        rows: int,
+        pieces: Sequence[Piece],
+        weights: Sequence[float],
+        evidence: Sequence[LossEvidence | None],
+    ) -> None:
+        """After the pieces of a batch have run, before their gradients are used: were their losses built as expected?
+
+        Losses that speak against the rule, or that no comparison has seen, are compared with an uncut batch.
+
+        Raises:
+            RuntimeError: on all ranks, where the rule does not hold for this batch.
+        """
+        if self._fixed is not None or len(pieces) == 1:
+            return
+        if self._compared_this_batch:
+            self._watch.accept(evidence)
+        while self._any([(doubt := self._watch.doubt(evidence, weights)) is not None])[0]:
+            pair = 0 if doubt is None else doubt.pair
+            if self._agreement is not None:  # ranks that run a step together run the same pieces
+                pair = max(self._agreement.gather(pair))
+            self._compare(batch, rows, pieces, uneven=False, pair=pair, doubt=doubt)
+            if doubt is not None and doubt.reduction is not None:
+                self._watch.dismiss(doubt.reduction)
+            self._watch.accept(evidence)
+
     def uncut(self, batch: Any, pieces: Sequence[Piece]) -> list[tuple[Any, float]]:
         """What ``training_step`` can be given without being cut, with weights that make up the loss of the batch."""
         if self._config.splitter is None or self._fixed is None:
@@ -134,11 +167,26 @@ class WeightChoice:
         found = [rule.weights(pieces) for rule in self._rules]
         return any(other is None or not _close(other, found[0]) for other in found)
 
-    def _compare(self, batch: Any, rows: int, pieces: Sequence[Piece], uneven: bool) -> None:
-        """Rule out what does not reproduce the loss of two neighbouring pieces taken together."""
+    def _compare(
+        self,
+        batch: Any,
+        rows: int,
+        pieces: Sequence[Piece],
+        uneven: bool,
+        pair: int | None = None,
+        doubt: Doubt | None = None,
+    ) -> None:
+        """Rule out what does not reproduce the loss of two neighbouring pieces taken together.
+
+        ``pair`` is the first of the two, where their losses gave rise to ``doubt`` on some rank.
+        """
         assert self._rules is not None
-        whole, parts = self._question(batch, rows, pieces, uneven)
-        expected, *results = self._run([whole, *parts])
+        whole, parts = self._question(batch, rows, pieces, uneven, pair)
+        with ComparedConstants() as constants:
+            expected, *results = self._run([whole, *parts])
+        if not self._comparisons:
+            self._add_rules(batch, rows, constants.found)
+        self._compared_this_batch = True
         shares = [rule.weights(parts) for rule in self._rules]
         predicted = [_prediction(results, weights) for weights in shares]
         losses = [float(result.loss) for result in (expected, *results) if result.loss is not None]
@@ -148,7 +196,7 @@ class WeightChoice:
         bound = tolerance * max(abs(loss) for loss in losses)
         wrong = self._any([value is None or not abs(value - losses[0]) <= bound for value in predicted])
         if all(wrong):
-            self._refuse(losses, predicted)
+            self._refuse(losses, predicted, doubt)
         left = [i for i, is_wrong in enumerate(wrong) if not is_wrong]
         self._comparisons += 1
         self._note_errors([float("inf") if value is None else abs(value - losses[0]) for value in predicted])
@@ -168,6 +216,16 @@ class WeightChoice:
         parts_rows = [part.rows for part in parts]
         self._log_rules.learn(expected.logged, [result.logged for result in results], kept, parts_rows, tolerance)
 
+    def _add_rules(self, batch: Any, rows: int, constants: set[int]) -> None:
+        """Labels may be ignored by another number than the configured one: the step itself tells which."""
+        assert self._rules is not None
+        if self._agreement is not None:
+            constants = set().union(*self._agreement.gather(constants))
+        names = {rule.name for rule in self._rules}
+        if self._config.weight == "auto":
+            found = self._common(candidates(self._config, batch, rows, sorted(constants)))
+            self._rules = [*self._rules, *(rule for rule in found if rule.name not in names)]
+
     def _note_errors(self, errors: list[float]) -> None:
         assert self._rules is not None
         everybodys = [errors] if self._agreement is None else self._agreement.gather(errors)
@@ -183,7 +241,9 @@ class WeightChoice:
             return 3e-3 if loss is None else max(3e-3, torch.finfo(loss.dtype).eps)
         return 1e-10 if loss is not None and loss.dtype == torch.float64 else 2e-5
 
-    def _question(self, batch: Any, rows: int, pieces: Sequence[Piece], uneven: bool) -> tuple[Piece, Sequence[Piece]]:
+    def _question(
+        self, batch: Any, rows: int, pieces: Sequence[Piece], uneven: bool, pair: int | None
+    ) -> tuple[Piece, Sequence[Piece]]:
         """Rows to run as a whole and in parts: no more than two pieces, which fit into memory without gradients."""
         if self._config.splitter is not None:  # only the splitter knows how pieces are joined
             return Piece(batch, 0, rows), pieces
@@ -191,9 +251,12 @@ class WeightChoice:
             stop = pieces[1].stop
             middle = max(1, stop // 3)
             return cut(batch, rows, 0, stop), [cut(batch, rows, 0, middle), cut(batch, rows, middle, stop)]
-        pairs = [list(pair) for pair in itertools.pairwise(pieces) if self._disagree(pair)]
-        pair = pairs[self._comparisons % len(pairs)] if pairs else list(pieces[:2])
-        return cut(batch, rows, pair[0].start, pair[1].stop), pair
+        if pair is not None:
+            two = list(pieces[pair : pair + 2])
+        else:
+            pairs = [list(pair) for pair in itertools.pairwise(pieces) if self._disagree(pair)]
+            two = pairs[self._comparisons % len(pairs)] if pairs else list(pieces[:2])
+        return cut(batch, rows, two[0].start, two[1].stop), two
 
     def _refuse_to_join(self, batch: Any, pieces: Sequence[Piece]) -> None:
         """A batch that is a list of micro-batches cannot be given to ``training_step`` as a whole."""
@@ -204,17 +267,18 @@ class WeightChoice:
                 ' "package.function")'
             )
 
-    def _refuse(self, losses: list[float], predicted: list[float | None]) -> None:
+    def _refuse(self, losses: list[float], predicted: list[float | None], doubt: Doubt | None) -> None:
         assert self._rules is not None
         tried = ", ".join(
             f"{rule.name} {value:.6g}" for rule, value in zip(self._rules, predicted, strict=True) if value is not None
         )
+        seen = "" if doubt is None else f" What was seen of the loss: {doubt.reason}."
         raise RuntimeError(
             "microbatches: the loss of a batch is not made up of the losses of its micro-batches: it is"
             f" {losses[0]:.6g}, and by {tried}. Either training_step compares the samples of a batch with each other"
             " (an in-batch contrastive loss, batch statistics), or it draws random numbers for its rows otherwise than"
-            " by torch's functions, or it ignores labels other than ignore_index. Use microbatches=1, or say how to"
-            ' weight them: Microbatches(weight="samples" | "uniform" | "valid_labels" | "package.function",'
+            f" by torch's functions, or it ignores labels other than ignore_index.{seen} Use microbatches=1, or say how"
+            ' to weight them: Microbatches(weight="samples" | "uniform" | "valid_labels" | "package.function",'
             " ignore_index=...)"
         )
 

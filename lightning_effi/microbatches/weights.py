@@ -16,9 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from lightning_effi.config import Microbatches
 from lightning_effi.microbatches.split import Piece, tensors
+
+# Functions that leave out labels, or ask which integers are a given one.
+_IGNORING = {F.cross_entropy, F.nll_loss}
+_COMPARING = {
+    getattr(holder, name)
+    for holder, names in ((Tensor, ("eq", "ne", "__eq__", "__ne__")), (torch, ("eq", "ne")))
+    for name in names
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +81,11 @@ def fixed_rule(config: Microbatches) -> Callable[[Sequence[Piece]], list[float]]
     return call
 
 
-def candidates(config: Microbatches, batch: Any, rows: int) -> list[Rule]:
-    """The rules that may hold for batches like this one, the likeliest first."""
+def candidates(config: Microbatches, batch: Any, rows: int, constants: Sequence[int] = ()) -> list[Rule]:
+    """The rules that may hold for batches like this one, the likeliest first.
+
+    ``constants`` are numbers that the step compares integers with, or ignores among labels.
+    """
     laid_out = {name: t for name, t in tensors(batch).items() if t.dim() and t.shape[0] == rows}
     labels = [name for name in laid_out if name.rpartition(".")[2] == config.labels_key]
     named = [
@@ -93,7 +106,7 @@ def candidates(config: Microbatches, batch: Any, rows: int) -> list[Rule]:
             continue
         if tensor.is_complex():
             continue
-        for ignored in sorted({config.ignore_index, 0}):
+        for ignored in sorted({config.ignore_index, 0, *constants}):
             others += _label_rules(name, tensor, ignored, f"the entries of '{name}' other than {ignored}")
     return [SAMPLES, *named, *others, UNIFORM, SUM]
 
@@ -114,6 +127,28 @@ def _label_rules(name: str, labels: Tensor, ignored: int, called: str) -> list[R
         shifted = f"{called}, the first position left out"
         rules.insert(0, Rule(shifted, lambda piece: counted(piece, 1), labels=name))
     return rules
+
+
+class ComparedConstants(TorchFunctionMode):
+    """Notes the whole numbers that a step compares integers with, or has a loss ignore: a padding id, most likely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _IGNORING:
+            self._note(kwargs.get("ignore_index"))
+        elif func in _COMPARING and isinstance(args[0], Tensor) and not args[0].is_floating_point():
+            self._note(args[1] if len(args) > 1 else kwargs.get("other"))
+        return func(*args, **kwargs)
+
+    def _note(self, value: Any) -> None:
+        if isinstance(value, Tensor) and value.dim() == 0 and not value.is_floating_point():
+            value = value.item()
+        if isinstance(value, int) and not isinstance(value, bool):
+            self.found.add(value)
 
 
 SAMPLES = Rule("samples", lambda piece: float(piece.rows))

@@ -39,7 +39,7 @@ class MetricSync:
             else call
             for call in result.logged
         ]
-        return StepResult(result.loss, result.output, logged)
+        return StepResult(result.loss, result.output, logged, result.evidence)
 
     def local(self, result: StepResult) -> StepResult:
         """With names replaced by this rank's metrics."""

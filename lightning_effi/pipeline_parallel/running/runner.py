@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.data_parallel.casting import computed_in
+from lightning_effi.microbatches.evidence import evidence_of
 from lightning_effi.microbatches.logs import StepResult, captured_logs
 from lightning_effi.microbatches.split import Piece, shapes, tensors
 from lightning_effi.modules.draws import SameForAllRows
@@ -291,7 +292,7 @@ class PipelineRunner:
                     early[index, number] = call.value
             if live.is_last:
                 loss = loss_of(output) if output is not None and (not comparing or _has_loss(output)) else None
-                results[index] = StepResult(loss, output, logged)
+                results[index] = StepResult(loss, output, logged, None if loss is None else evidence_of(loss))
             return sent
 
         def backward(
@@ -479,11 +480,11 @@ def _moved(result: StepResult, device: torch.device) -> StepResult:
 
     for call in result.logged:
         call.value = move(call.value)
-    return StepResult(move(result.loss), tree_map(move, result.output), result.logged)
+    return StepResult(move(result.loss), tree_map(move, result.output), result.logged, result.evidence)
 
 
 def _detached(result: StepResult) -> StepResult:
     def detach(value: Any) -> Any:
         return value.detach() if isinstance(value, Tensor) else value
 
-    return StepResult(detach(result.loss), tree_map(detach, result.output), result.logged)
+    return StepResult(detach(result.loss), tree_map(detach, result.output), result.logged, result.evidence)
