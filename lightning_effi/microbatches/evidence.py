@@ -156,7 +156,8 @@ def _rounding(items: list[Any] | None) -> float:
 
 
 def _signature(root: Any) -> tuple[str, ...]:
-    names, queue, seen = [], deque([root]), {root}
+    names: list[str] = []
+    queue, seen = deque([root]), {root}
     while queue and len(names) < _SIGNATURE_NODES:
         node = queue.popleft()
         names.append(node.name())
