@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,9 @@ from lightning_effi.data_parallel.refuse import refuse_averaging_of_shards, refu
 from lightning_effi.data_parallel.sharded import ShardedEngine
 from lightning_effi.microbatches.retry import refuse_retry
 from lightning_effi.microbatches.sequential import SequentialRunner
-from lightning_effi.microbatches.step import MicrobatchedStep, Runner, refuse_uncuttable
+from lightning_effi.microbatches.split import Piece
+from lightning_effi.microbatches.step import MicrobatchedStep, refuse_uncuttable
 from lightning_effi.pipeline_parallel.engine import PipelineEngine
-from lightning_effi.pipeline_parallel.planning.plan import PipelinePlan, Stage
 from lightning_effi.pipeline_parallel.running.runner import PipelineRunner
 from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
 from lightning_effi.pipeline_parallel.verify import StageVerification
@@ -51,9 +51,9 @@ class Assembly:
         self._plan: Plan | None = None
         self._shown_plan = ""
         self._engine: Engine | None = None
+        self._tensor: TensorRun | None = None
+        self._probe: RunProbe | None = None
         self.microbatched: MicrobatchedStep | None = None
-        self.tensor = TensorRun(strategy)
-        self.probe = RunProbe(strategy)
 
     # -- what has been built -----------------------------------------------------------------------------------------
 
@@ -69,21 +69,34 @@ class Assembly:
         return self._engine
 
     @property
-    def plan(self) -> Plan | None:
-        """``None`` before set-up and, with tensor parallelism, before the first step."""
-        return None if self.tensor.is_pending else self._plan
+    def tensor(self) -> TensorRun:
+        """Tensor parallelism at work; there once the module has been set up."""
+        assert self._tensor is not None
+        return self._tensor
 
     @property
-    def pipeline(self) -> PipelineRunner:
-        """Runs steps through the stages; there once a pipeline has been set up for training."""
-        assert isinstance(self._engine, PipelineEngine)
-        assert self._engine.runner is not None
-        return self._engine.runner
+    def probe(self) -> RunProbe:
+        """The comparison with the plain module; there once the module has been set up."""
+        assert self._probe is not None
+        return self._probe
+
+    @property
+    def plan(self) -> Plan | None:
+        """``None`` before set-up and, with tensor parallelism, before the first step."""
+        return None if self._tensor is None or self._tensor.is_pending else self._plan
 
     @property
     def stages(self) -> StageParameters | None:
         """The parameters of this rank's pipeline stage; ``None`` without a pipeline, and before its first step."""
         return self._engine.stages if isinstance(self._engine, PipelineEngine) else None
+
+    @property
+    def modules_of_stage(self) -> tuple[str, ...] | None:
+        """Blocks and units that a pipeline runs on this rank; ``None`` before its first step."""
+        if self.stages is None or self._plan is None or self._plan.pipeline is None:
+            return None
+        stage = self._plan.pipeline.ranks[self.stages.stage]
+        return (*stage.blocks, *stage.units)
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -102,7 +115,12 @@ class Assembly:
             self._strategy.setup_optimizers(trainer)
         if fitting:
             self._prepare_optimizers()
-        self.microbatched = self._cut(module) if fitting else None
+        self.microbatched = None
+        if fitting and self._wants_microbatches:
+            refuse_uncuttable(module, self._strategy.config)
+            refuse_retry(self._strategy.config, self._strategy.data_parallel_size)
+            if self._strategy.layout.pipeline > 1 or not self.tensor.is_pending:
+                self.microbatched = self._cut(module)
 
     def before_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Whatever waits for the arguments of a step, which runs within the precision's context."""
@@ -112,6 +130,7 @@ class Assembly:
 
     def _start(self, trainer: pl.Trainer, module: pl.LightningModule, fitting: bool) -> None:
         strategy, layout = self._strategy, self._strategy.layout
+        self._tensor, self._probe = TensorRun(strategy.context), RunProbe(strategy.context)
         if strategy.layer_sync is not None:
             module = strategy.layer_sync.apply(module)  # type: ignore[assignment]
         strategy.model = strategy.precision.convert_module(module)
@@ -144,6 +163,8 @@ class Assembly:
             self._shard(module, plan, optimizers)
             if module.trainer.state.fn == TrainerFn.FITTING:
                 self._prepare_optimizers()
+                if self._wants_microbatches:
+                    self.microbatched = self._cut(module)
         self.show_plan()
 
     def _shard(
@@ -162,9 +183,9 @@ class Assembly:
         self._engine = build_engine(
             module,
             plan,
-            mesh=strategy.device_mesh if strategy.needs_process_group else None,
-            data_parallel_group=strategy.data_parallel_group,
-            control_group=strategy.control_group,
+            mesh=strategy.context.mesh,
+            data_parallel_group=strategy.context.groups.data.device,
+            control_group=strategy.context.groups.data.control,
             device=strategy.root_device,
             sync_every_backward=strategy.config.syncs_every_backward,
             processes_per_node=strategy.num_processes,
@@ -179,29 +200,30 @@ class Assembly:
             self.engine.watch(optimizer)
         strategy.precision.step_on_shards(strategy.optimizers)
 
-    def _cut(self, module: pl.LightningModule) -> MicrobatchedStep | None:
-        """``None``: each batch is one piece."""
-        strategy = self._strategy
-        stages, count = strategy.layout.pipeline, strategy.config.microbatches.count
+    @property
+    def _wants_microbatches(self) -> bool:
+        """Otherwise each batch is one piece."""
+        stages, config = self._strategy.layout.pipeline, self._strategy.config.microbatches
         # a mean over labels spans windows and ranks, and running out of memory may call for more pieces
-        wanted = strategy.config.microbatches.weight == "valid_labels" or strategy.config.microbatches.oom_retry
-        if stages == 1 and count in ("auto", 1) and not wanted:
-            return None
-        refuse_uncuttable(module, strategy.config)
-        refuse_retry(strategy.config, strategy.data_parallel_size)
-        if isinstance(self._engine, PipelineEngine):
-            self._engine.runner = PipelineRunner(strategy, strategy.pipeline_group)
-            runner: Runner = self._engine.runner
-        else:
-            runner = SequentialRunner(strategy)
+        return stages > 1 or config.count not in ("auto", 1) or config.weight == "valid_labels" or config.oom_retry
+
+    def _cut(self, module: pl.LightningModule) -> MicrobatchedStep:
+        strategy, context, engine = self._strategy, self._strategy.context, self.engine
+        stages, count = context.layout.pipeline, context.config.microbatches.count
         if count == "auto":
             count = 3 * stages if stages > 1 else 1
-        agreement = Agreement(strategy.run_control_group) if strategy.has_several_processes else None
-        verification: StageVerification | None = None
-        verify = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
-        if verify and isinstance(runner, PipelineRunner):
-            verification = StageVerification(strategy, runner)
-        return MicrobatchedStep(strategy, runner, count, agreement, verification)
+        agreement = Agreement(context.groups.run.control) if context.has_several_processes else None
+        if not isinstance(engine, PipelineEngine):
+            alone = context.layout.data_parallel_size == 1
+            sequential = SequentialRunner(module, engine, self.tensor.over, context.precision, alone=alone)
+            return MicrobatchedStep(context, module, engine, strategy.window, sequential, count, agreement)
+        runner = engine.runner = PipelineRunner(context, module, engine, self.tensor)
+        verify = context.layout.tensor > 1 if context.config.verify == "auto" else context.config.verify
+        verification = StageVerification(context, module, engine, runner) if verify else None
+        prepare = partial(self._split_into_stages, runner)
+        return MicrobatchedStep(
+            context, module, engine, strategy.window, runner, count, agreement, prepare, verification
+        )
 
     def _start_pipeline(self, module: pl.LightningModule) -> None:
         """The module stays whole until the first training step."""
@@ -210,10 +232,10 @@ class Assembly:
             refuse_unshardable(strategy.optimizers, f"zero_stage={strategy.config.zero_stage}")
         self._engine = PipelineEngine(
             module,
-            group=strategy.pipeline_group,
-            replicas=strategy.data_parallel_group,
-            pipeline_control_group=strategy.pipeline_control_group,
-            control_group=strategy.run_control_group,
+            group=strategy.context.groups.pipeline.device,
+            replicas=strategy.context.groups.data.device,
+            pipeline_control_group=strategy.context.groups.pipeline.control,
+            control_group=strategy.context.groups.run.control,
             device=strategy.root_device,
             processes_per_node=strategy.num_processes,
             sync_every_microbatch=strategy.config.gradient_sync == "every",
@@ -221,41 +243,48 @@ class Assembly:
             undo_tensor=self.tensor.undo,
         )
 
-    def split_tensors(self, module: pl.LightningModule, plan: TensorPlan) -> None:
-        """Apply tensor parallelism to a module that a pipeline has not cut yet; its optimizers follow."""
-        optimizers = DetachedOptimizers(self._strategy.optimizers, module)
-        self.tensor.apply(module, plan)
-        optimizers.attach(module)
-
-    def on_split(self, plan: PipelinePlan, stage: Stage, tensor: TensorPlan | None) -> None:
-        """The pipeline's first training step has split the module; ``stage`` of it is left here, and sharded now."""
-        strategy, engine, stages = self._strategy, self._engine, self.stages
-        module = strategy.lightning_module
+    def _split_into_stages(self, runner: PipelineRunner, piece: Piece, args: Sequence[Any], microbatches: int) -> None:
+        """In a pipeline's first training step: plan, keep one stage of the module, and shard that."""
+        context, engine, optimizers = self._strategy.context, self.engine, self._strategy.optimizers
+        module = self._strategy.lightning_module
         assert isinstance(engine, PipelineEngine)
         assert module is not None
-        assert stages is not None
-        config, compute = strategy.config, strategy.precision.compute
-        sharding = plan_sharding(module, strategy.layout, config.zero_stage, compute, blocks=stage.blocks)
-        precision, states = strategy.precision.precision, moments(strategy.optimizers)
-        self._plan = Plan(strategy.layout, sharding, precision, states, pipeline=plan, tensor=tensor)
+        planned = runner.plan(piece, args, microbatches)
+        if planned.tensor is not None:
+            detached = DetachedOptimizers(optimizers, module)
+            self.tensor.apply(module, planned.tensor)
+            detached.attach(module)
+        stages = runner.keep_stage(planned, optimizers)
+        config, precision = context.config, context.precision
+        blocks = planned.pipeline.ranks[runner.stage].blocks
+        sharding = plan_sharding(module, context.layout, config.zero_stage, precision.compute, blocks=blocks)
+        self._plan = Plan(
+            context.layout,
+            sharding,
+            precision.precision,
+            moments(optimizers),
+            pipeline=planned.pipeline,
+            tensor=planned.tensor,
+        )
         if sharding.is_sharded:
-            optimizers = DetachedOptimizers(strategy.optimizers, module)
+            detached = DetachedOptimizers(optimizers, module)
             sharded = ShardedEngine(
                 module,
                 sharding,
-                mesh=strategy.device_mesh,
-                data_parallel_group=strategy.data_parallel_group,
-                control_group=strategy.control_group,
-                device=strategy.root_device,
+                mesh=context.mesh,
+                data_parallel_group=context.groups.data.device,
+                control_group=context.groups.data.control,
+                device=context.device,
                 sync_every_backward=config.syncs_every_backward,
-                processes_per_node=strategy.num_processes,
+                processes_per_node=context.processes_per_node,
                 driven=True,
             )
-            optimizers.attach(module)
+            detached.attach(module)
             engine.shard(sharded)
             self._prepare_optimizers()
-        strategy.precision.stages = stages
+        precision.stages = stages
         self.show_plan()
+        runner.verify(planned, piece, args)
 
     def show_plan(self) -> None:
         """Once, unless it has changed (another module, another optimizer)."""

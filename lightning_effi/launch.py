@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_effi.config import StartMethod
-    from lightning_effi.strategy import EffiStrategy
+    from lightning_effi.mesh import MeshStrategy
 
 
 _GRACE_SECONDS = 5.0
 
 
-def make_launcher(strategy: EffiStrategy, start_method: StartMethod) -> Any:
+def make_launcher(strategy: MeshStrategy, start_method: StartMethod) -> Any:
     """The launcher for ``start_method``; ``None`` for one process, which needs none.
 
     Under torchrun or SLURM the processes are there already, and Lightning's popen launcher only sets threads.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,11 +16,14 @@ from lightning_effi.comm.logged import reduce_logged
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.config import EffiConfig
+from lightning_effi.context import Group, Groups, RunContext
 from lightning_effi.layout import AXES, Layout
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import LayerSync
     from torch.distributed.device_mesh import DeviceMesh
+
+    from lightning_effi.precision import EffiPrecision
 
 T = TypeVar("T")
 
@@ -34,11 +38,8 @@ class MeshStrategy(ParallelStrategy, ABC):
         self.num_nodes = 1
         self._layout: Layout | None = None
         self._device_mesh: DeviceMesh | None = None
-        self._data_parallel_group: Any = None
-        self._control_group: Any = None
-        self._tensor_control_group: Any = None
-        self._pipeline_control_group: Any = None
-        self._run_control_group: Any = None
+        self._groups = Groups()
+        self._context: RunContext | None = None
 
     # -- who is who --------------------------------------------------------------------------------------------------
 
@@ -55,6 +56,23 @@ class MeshStrategy(ParallelStrategy, ABC):
         if self._device_mesh is None:
             raise RuntimeError("strategy.device_mesh is known once the processes have started (from setup() on)")
         return self._device_mesh
+
+    @property
+    def context(self) -> RunContext:
+        """What every part of the run may know; there once the processes have started."""
+        if self._context is None:
+            raise RuntimeError("strategy.context is known once the processes have started (from setup() on)")
+        return self._context
+
+    @property
+    @abstractmethod
+    def precision(self) -> EffiPrecision:
+        """The precision plugin, as what it is here."""
+
+    @property
+    @abstractmethod
+    def modules_here(self) -> Sequence[str] | None:
+        """Names of the modules that run on this rank, with all below them; ``None`` where that is not known yet."""
 
     @property
     def layer_sync(self) -> LayerSync | None:
@@ -107,42 +125,12 @@ class MeshStrategy(ParallelStrategy, ABC):
     @property
     def needs_process_group(self) -> bool:
         """One process needs none, unless it computes with other parameters than it stores."""
-        return self.has_several_processes or self.precision_plugin.compute.everywhere  # type: ignore[attr-defined]
+        return self.has_several_processes or self.precision.compute.everywhere
 
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the ranks that average gradients."""
-        return self._data_parallel_group
-
-    @property
-    def world_group(self) -> Any | None:
-        """All ranks of the run; ``None`` where there is only this one."""
-        return dist.group.WORLD if self.needs_process_group else None
-
-    @property
-    def pipeline_group(self) -> Any:
-        """The process group of the ranks of one pipeline, in the order of stages."""
-        return self.device_mesh["pp"].get_group()
-
-    @property
-    def control_group(self) -> Any:
-        """The same ranks, with a backend for CPU tensors."""
-        return self._control_group
-
-    @property
-    def pipeline_control_group(self) -> Any:
-        """The ranks of one pipeline, with a backend for CPU tensors."""
-        return self._pipeline_control_group
-
-    @property
-    def run_control_group(self) -> Any:
-        """All ranks of the run, with a backend for CPU tensors; ``None`` without a process group."""
-        return self._run_control_group
-
-    @property
-    def tensor_control_group(self) -> Any:
-        """The ranks of this process's tensor-parallel group, with a backend for CPU tensors."""
-        return self._tensor_control_group
+        return self._groups.data.device
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -164,8 +152,20 @@ class MeshStrategy(ParallelStrategy, ABC):
             # otherwise the loader goes on from where the module's initialisation left, as in a single process
             lightning_compat.reset_seed()
         self.set_world_ranks()
-        if not self.needs_process_group:
-            return
+        if self.needs_process_group:
+            self._start_process_groups()
+        self._context = RunContext(
+            config=self.config,
+            layout=self.layout,
+            rank=self.global_rank,
+            processes_per_node=self.num_processes,
+            device=self.root_device,
+            precision=self.precision,
+            mesh=self._device_mesh if self.needs_process_group else None,
+            groups=self._groups,
+        )
+
+    def _start_process_groups(self) -> None:
         assert self.cluster_environment is not None
         lightning_compat.init_process_group(
             self.cluster_environment,
@@ -174,29 +174,29 @@ class MeshStrategy(ParallelStrategy, ABC):
             device_id=None if self.root_device.type == "cpu" else self.root_device,
         )
         if self._device_mesh is None:
-            self._device_mesh = self.layout.device_mesh(self.root_device.type)
-            self._data_parallel_group = torch_compat.flatten_mesh(
-                self._device_mesh["replicate", "shard"], "data_parallel"
-            ).get_group()
-            self._control_group = self._on_cpu(self._data_parallel_group, ("replicate", "shard"))
-            self._tensor_control_group = self._on_cpu(self._device_mesh["tp"].get_group(), ("tp",))
-            self._pipeline_control_group = self._on_cpu(self._device_mesh["pp"].get_group(), ("pp",))
-            self._run_control_group = self._on_cpu(dist.group.WORLD, AXES)
+            mesh = self._device_mesh = self.layout.device_mesh(self.root_device.type)
+            data_parallel = torch_compat.flatten_mesh(mesh["replicate", "shard"], "data_parallel").get_group()
+            self._groups = Groups(
+                data=self._with_control(data_parallel, ("replicate", "shard")),
+                tensor=self._with_control(mesh["tp"].get_group(), ("tp",)),
+                pipeline=self._with_control(mesh["pp"].get_group(), ("pp",)),
+                run=self._with_control(dist.group.WORLD, AXES),
+            )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
-    def _on_cpu(self, group: Any, axes: tuple[str, ...]) -> Any:
+    def _with_control(self, group: Any, axes: tuple[str, ...]) -> Group:
         """The ranks along ``axes`` again, with a backend for CPU tensors; every rank must make every group."""
         if self.root_device.type == "cpu":
-            return group
+            return Group(group, group)
         layout, mine = self.layout, None
         by_place: dict[Any, list[int]] = {}
         for rank in range(layout.world_size):
             by_place.setdefault(layout.coordinates(rank)._replace(**dict.fromkeys(axes, 0)), []).append(rank)
         for ranks in by_place.values():
-            group = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
-            mine = group if self.global_rank in ranks else mine
-        return mine
+            control = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
+            mine = control if self.global_rank in ranks else mine
+        return Group(group, mine)
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when the Trainer is constructed, and again in each process."""

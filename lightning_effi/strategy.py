@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_effi.assembly import Assembly
-from lightning_effi.checkpoint.run import RunCheckpoint
+from lightning_effi.checkpoint.run import Held, RunCheckpoint
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.config import (
     ActivationCheckpointing,
@@ -164,7 +164,7 @@ class EffiStrategy(MeshStrategy):
         )
         self.assembly = Assembly(self)
         self.window = AccumulationWindow(exact=exact_accumulation)
-        self._checkpoint = RunCheckpoint(self)
+        self._checkpoint = RunCheckpoint(self.config.checkpoints, self.broadcast, self.barrier)
         self._signals = DeferredSignals()
         self._skipped = SkippedSteps()
         self._reading = ReadableShards(self._shard_of, self._backward_by_hand)
@@ -195,6 +195,7 @@ class EffiStrategy(MeshStrategy):
         self._precision_plugin = None if plugin is None else EffiPrecision.from_stock(plugin)
 
     @property
+    @override
     def precision(self) -> EffiPrecision:
         """The precision plugin, as what it is here."""
         plugin = self.precision_plugin
@@ -210,6 +211,13 @@ class EffiStrategy(MeshStrategy):
     def engine(self) -> Engine:
         """Data parallelism at work; there once the module has been set up."""
         return self.assembly.engine
+
+    @property
+    @override
+    def modules_here(self) -> Sequence[str] | None:
+        if self.layout.pipeline == 1:
+            return ("",)
+        return self.assembly.modules_of_stage
 
     # -- before the run: who takes part ------------------------------------------------------------------------------
 
@@ -237,7 +245,7 @@ class EffiStrategy(MeshStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self.precision.use_device(self.root_device, self.world_group)
+        self.precision.use_device(self.root_device, self.context.groups.run.device)
         self.assembly.build(trainer, self.lightning_module)
         self.setup_precision_plugin()
         self.assembly.show_plan()
@@ -254,7 +262,9 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         with self.precision.train_step_context():
             self.assembly.before_step(self.lightning_module.training_step, args, kwargs)
-        self.assembly.probe.before_first_step(*args, **kwargs)
+        self.assembly.probe.before_first_step(
+            self.lightning_module, self.engine, self.assembly.tensor.over, *args, **kwargs
+        )
         if self.assembly.microbatched is not None:
             return self.assembly.microbatched(*args, **kwargs)
         self._after_step.close()
@@ -350,7 +360,7 @@ class EffiStrategy(MeshStrategy):
             result = closure()
             with self._reading.paused():
                 self.engine.before_optimizer_step()
-            self.window.close(self.lightning_module, optimizer, self.control_group)
+            self.window.close(self.lightning_module, optimizer, self.context.groups.data.control)
             return result
 
         try:
@@ -361,7 +371,7 @@ class EffiStrategy(MeshStrategy):
     @override
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        self._signals.install(self.lightning_module.trainer, self.run_control_group)
+        self._signals.install(self.lightning_module.trainer, self.context.groups.run.control)
         self._skipped.install(self.lightning_module.trainer, self.precision)
 
     # -- evaluation and data -----------------------------------------------------------------------------------------
@@ -384,33 +394,39 @@ class EffiStrategy(MeshStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return agree_on_length(dataloader, self.control_group)
+        return agree_on_length(dataloader, self.context.groups.data.control)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
+    @property
+    def _held(self) -> Held:
+        assert self.lightning_module is not None
+        assembly = self.assembly
+        return Held(self.context, self.lightning_module, assembly.engine if assembly.exists else None, assembly.stages)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._checkpoint.model_state()
+        return self._checkpoint.model_state(self._held, after_error=self.is_interrupted)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoint.optimizer_state(optimizer)
+        return self._checkpoint.optimizer_state(self._held, optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        self._checkpoint.save(checkpoint, filepath, storage_options)
+        self._checkpoint.save(self._held, checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpoint.load(Path(checkpoint_path), weights_only)
+        return self._checkpoint.load(Path(checkpoint_path), self.checkpoint_io, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoint.load_model(checkpoint, strict)
+        self._checkpoint.load_model(self._held, checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._checkpoint.load_optimizers(checkpoint)
+        self._checkpoint.load_optimizers(self._held, checkpoint)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

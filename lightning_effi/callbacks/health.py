@@ -16,13 +16,13 @@ from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.config import check_positive
 from lightning_effi.gradients.clipping import gradient_norm
 from lightning_effi.gradients.unscale import first_nonfinite
+from lightning_effi.mesh import MeshStrategy
 from lightning_effi.verify.nonfinite import Finding, NonfiniteWatch
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from lightning_effi.strategy import EffiStrategy
 
 Check = Literal["gradients", "parameters", "seeds", "batches", "nonfinite"]
 _BUILT = ("nonfinite",)
@@ -66,9 +66,7 @@ class HealthCheck(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        from lightning_effi.strategy import EffiStrategy
-
-        if not isinstance(trainer.strategy, EffiStrategy):
+        if not isinstance(trainer.strategy, MeshStrategy):
             raise ValueError(
                 f"HealthCheck works with EffiStrategy, and the strategy is {type(trainer.strategy).__name__}"
             )
@@ -77,7 +75,7 @@ class HealthCheck(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._watch is not None or "nonfinite" not in self.checks or trainer.global_step % self.every_n_steps:
             return
-        if (held := _held_here(_strategy(trainer))) is None:
+        if (held := _strategy(trainer).modules_here) is None:
             return  # the first step splits the module; other stages' modules answer with NaN
         self._watch = NonfiniteWatch(pl_module, lambda name: any(_is_below(name, part) for part in held))
         self._watch.start()
@@ -121,7 +119,7 @@ class HealthCheck(pl.Callback):
         self._judged = False
 
     @staticmethod
-    def _log_norm(strategy: EffiStrategy, module: pl.LightningModule, optimizer: Optimizer) -> float:
+    def _log_norm(strategy: MeshStrategy, module: pl.LightningModule, optimizer: Optimizer) -> float:
         precision = strategy.precision
         norm = precision.last_grad_norm = gradient_norm(precision.main_params(optimizer), stages=precision.stages)
         own = lightning_compat.unwrap_lightning_optimizer(optimizer)
@@ -152,18 +150,8 @@ def _is_below(name: str, part: str) -> bool:
     return not part or f"{name}.".startswith(f"{part}.")
 
 
-def _strategy(trainer: pl.Trainer) -> EffiStrategy:
+def _strategy(trainer: pl.Trainer) -> MeshStrategy:
     return trainer.strategy  # type: ignore[return-value]
-
-
-def _held_here(strategy: EffiStrategy) -> Sequence[str] | None:
-    """Names below which modules really run on this rank; ``None`` where that is not known yet."""
-    if strategy.layout.pipeline == 1:
-        return ("",)
-    if strategy.assembly.stages is None or strategy.plan.pipeline is None:
-        return None
-    stage = strategy.plan.pipeline.ranks[strategy.assembly.pipeline.stage]  # a rank may hold several stages
-    return (*stage.blocks, *stage.units)
 
 
 def _owner_of_first_nonfinite(module: pl.LightningModule) -> list[Finding]:
@@ -172,7 +160,7 @@ def _owner_of_first_nonfinite(module: pl.LightningModule) -> list[Finding]:
     return [] if parameter is None else [Finding(parameter[1].rpartition(".")[0] or parameter[1], "backward")]
 
 
-def _first_of_any_rank(suspicions: Sequence[list[Finding]], strategy: EffiStrategy) -> list[Finding]:
+def _first_of_any_rank(suspicions: Sequence[list[Finding]], strategy: MeshStrategy) -> list[Finding]:
     """The strongest kind of suspicion that any rank has, from all ranks that have it, forward before backward."""
     mine = [[replace(each, rank=strategy.global_rank) for each in found] for found in suspicions]
     everybodys = [mine]

@@ -11,29 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from lightning_effi.comm.gather import gather_full
 from lightning_effi.data_parallel.optimizers import shard_like
 from lightning_effi.modules import describe_parameters
-
-
-def gather_full(tree: Any, keep: bool) -> Any:
-    """Replace every DTensor in ``tree`` by its full value on the CPU; all ranks must call this.
-
-    One tensor is gathered at a time, so that the extra memory on a device is that of the largest one.
-
-    Args:
-        tree: nested dicts and lists.
-        keep: whether this rank wants the result; the others only take part and return ``{}``.
-    """
-    from torch.distributed.tensor import DTensor
-
-    def full(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        gathered = value.full_tensor() if isinstance(value, DTensor) else value
-        return gathered.detach().cpu() if keep else None
-
-    result = tree_map(full, tree)
-    return result if keep else {}
 
 
 def gather_model(module: nn.Module, keep: bool) -> dict[str, Any]:

@@ -2,89 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_effi.checkpoint import full, sharded
+from lightning_effi.checkpoint import full, sharded, stages
+from lightning_effi.comm.gather import gather_full
 from lightning_effi.compat import lightning as lightning_compat
-from lightning_effi.pipeline_parallel import checkpoint as stage_checkpoint
 
 if TYPE_CHECKING:
-    from lightning_effi.strategy import EffiStrategy
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO
+
+    from lightning_effi.config import Checkpoints
+    from lightning_effi.context import RunContext
+    from lightning_effi.data_parallel.engine import Engine
+    from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
 
 _MEETING_TIME = timedelta(seconds=8)
 
 
-class RunCheckpoint:
-    """The checkpoint methods of a strategy."""
+@dataclass(frozen=True)
+class Held:
+    """What a rank saves and loads.
 
-    def __init__(self, strategy: EffiStrategy) -> None:
-        self._strategy = strategy
-        self._loaded_directory: Path | None = None
+    Attributes:
+        context: of the run.
+        module: sharded, split or whole.
+        engine: of its parameters; ``None`` before the module has been set up.
+        stages: the pipeline's, where the module has been split.
+    """
+
+    context: RunContext
+    module: pl.LightningModule
+    engine: Engine | None
+    stages: StageParameters | None
 
     @property
-    def _is_sharded(self) -> bool:
-        return self._strategy.config.checkpoints.format == "sharded"
+    def optimizers(self) -> list[Optimizer]:
+        return self.module.trainer.optimizers
 
-    def model_state(self) -> dict[str, Any]:
+    def settle(self) -> None:
+        """Shards must be the live parameters, and buffers those of the first rank."""
+        if self.engine is not None:
+            self.engine.rest()
+            self.engine.sync_buffers()
+
+
+class RunCheckpoint:
+    """The checkpoint methods of a strategy.
+
+    Args:
+        settings: the format that is written.
+        broadcast: gives every rank the first one's object.
+        barrier: over all ranks.
+    """
+
+    def __init__(self, settings: Checkpoints, broadcast: Callable[[str], str], barrier: Callable[[], None]) -> None:
+        self._is_sharded = settings.format == "sharded"
+        self._broadcast = broadcast
+        self._barrier = barrier
+        self._loaded_directory: Path | None = None
+
+    def model_state(self, held: Held, *, after_error: bool) -> dict[str, Any]:
         """``full``: everything on rank zero. ``sharded``: each rank's own part. All ranks must call this."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        self._meet_after_error()
-        self._settle()
+        if after_error:
+            _meet(held)
+        held.settle()
         if self._is_sharded:
-            return module.state_dict()
-        if stages := self._strategy.assembly.stages:
-            return stage_checkpoint.gather_model(module, stages)
-        return full.gather_model(module, keep=self._strategy.is_global_zero)
+            return held.module.state_dict()
+        if held.stages is not None:
+            return stages.gather_model(held.module, held.stages)
+        return full.gather_model(held.module, keep=held.context.is_first_rank)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, held: Held, optimizer: Optimizer) -> dict[str, Any]:
         """As :meth:`model_state`; in the ``full`` format it is what stock Lightning saves."""
-        self._settle()
+        held.settle()
         optimizer = lightning_compat.unwrap_lightning_optimizer(optimizer)
-        if (stages := self._strategy.assembly.stages) and not self._is_sharded:
-            index = next(i for i, own in enumerate(self._strategy.optimizers) if own is optimizer)
-            return stage_checkpoint.gather_optimizer(
-                optimizer, self._strategy.assembly.pipeline.optimizer_names[index], stages
-            )
+        if held.stages is not None and not self._is_sharded:
+            index = next(i for i, own in enumerate(held.optimizers) if own is optimizer)
+            return stages.gather_optimizer(optimizer, index, held.stages)
         state = optimizer.state_dict()
-        return state if self._is_sharded else full.gather_full(state, keep=self._strategy.is_global_zero)
+        return state if self._is_sharded else gather_full(state, keep=held.context.is_first_rank)
 
-    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+    def save(
+        self, held: Held, checkpoint: dict[str, Any], filepath: Any, io: CheckpointIO, storage_options: Any | None
+    ) -> None:
         """Write a checkpoint that Lightning has put together from the two methods above."""
-        strategy = self._strategy
         if not self._is_sharded:
-            if strategy.is_global_zero:
+            if held.context.is_first_rank:
                 with sharded.moved_aside(Path(filepath)):
-                    strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+                    io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options are not used with checkpoints='sharded', which writes a directory itself")
-        module = strategy.lightning_module
-        assert module is not None
         sharded.save(
-            Path(strategy.broadcast(str(filepath))),
+            Path(self._broadcast(str(filepath))),
             checkpoint,
-            strategy.optimizers,
-            module,
-            is_first_rank=strategy.is_global_zero,
-            barrier=strategy.barrier,
-            merge=self._merge_stages if strategy.assembly.stages else None,
+            held.optimizers,
+            held.module,
+            is_first_rank=held.context.is_first_rank,
+            barrier=self._barrier,
+            merge=None if held.stages is None else partial(stages.merge_stages, held.stages),
         )
 
-    def _merge_stages(self, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
-        assembly = self._strategy.assembly
-        assert assembly.stages is not None
-        stage_checkpoint.merge_stages(tensors, rest, assembly.pipeline.optimizer_names, assembly.stages)
-
-    def load(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+    def load(self, path: Path, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint of either format; tensors of a directory are read later, where they are needed."""
-        path = Path(self._strategy.broadcast(str(path)))
+        path = Path(self._broadcast(str(path)))
         if sharded.is_sharded_checkpoint(path):
             self._loaded_directory = path
             return sharded.load(path, weights_only)
@@ -93,65 +123,53 @@ class RunCheckpoint:
             raise ValueError(f"'{path}' is a directory, but not a complete checkpoint of this package")
         if path.is_file():
             return full.load_file(path, weights_only)
-        return self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        return io.load_checkpoint(path, weights_only=weights_only)
 
-    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def load_model(self, held: Held, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Fill the module, sharded or not."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        self._settle()
+        held.settle()
         state = checkpoint["state_dict"]
-        if self._strategy.assembly.stages:  # what did not fit into one process is still split: each takes its part
-            state = stage_checkpoint.of_this_stage(module, state, is_directory=self._loaded_directory is not None)
+        if held.stages is not None:  # what did not fit into one process is still split: each takes its part
+            state = stages.of_this_stage(held.module, state, is_directory=self._loaded_directory is not None)
         if self._loaded_directory is not None:
-            sharded.load_model(self._loaded_directory, module, state, strict)
+            sharded.load_model(self._loaded_directory, held.module, state, strict)
         else:
-            full.load_model(module, state, strict)
+            full.load_model(held.module, state, strict)
 
-    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizers(self, held: Held, checkpoint: Mapping[str, Any]) -> None:
         """Fill the optimizers, whose parameters are sharded by now."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        states = checkpoint["optimizer_states"]
-        optimizers = self._strategy.optimizers
+        states, optimizers = checkpoint["optimizer_states"], held.optimizers
         if len(states) != len(optimizers):
             raise ValueError(f"the checkpoint has {len(states)} optimizers, this run has {len(optimizers)}")
-        states = self._of_this_stage(states)
+        states = self._of_this_stage(held, states)
         if self._loaded_directory is not None:
-            sharded.load_optimizers(self._loaded_directory, optimizers, states, module)
+            sharded.load_optimizers(self._loaded_directory, optimizers, states, held.module)
             return
         for optimizer, state in zip(optimizers, states, strict=True):
             full.load_optimizer(optimizer, state)
 
-    def _of_this_stage(self, states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def _of_this_stage(self, held: Held, states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """What is loaded into a module that is split already, as LearningRateFinder does: each stage takes its part."""
-        assembly = self._strategy.assembly
-        if (stages := assembly.stages) is None:
+        if held.stages is None:
             return states
         if self._loaded_directory is not None:
-            return [stage_checkpoint.entry_of_this_stage(entry, stages) for entry in states]
+            return [stages.entry_of_this_stage(entry, held.stages) for entry in states]
+        names = held.stages.optimizer_names
         return [
-            stage_checkpoint.optimizer_of_this_stage(state, names, stages)
-            for state, names in zip(states, assembly.pipeline.optimizer_names, strict=True)
+            stages.optimizer_of_this_stage(state, each, held.stages) for state, each in zip(states, names, strict=True)
         ]
 
-    def _meet_after_error(self) -> None:
-        """A callback may save when a rank has failed; gathering shards would then wait for ranks that never come.
 
-        Raises:
-            RuntimeError: where they are not all here within seconds.
-        """
-        strategy = self._strategy
-        if strategy.assembly.exists and strategy.has_several_processes and strategy.is_interrupted:
-            try:
-                dist.monitored_barrier(strategy.run_control_group, timeout=_MEETING_TIME)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "no checkpoint was written after the error, since not all ranks came to save their shards"
-                ) from error
+def _meet(held: Held) -> None:
+    """A callback may save when a rank has failed; gathering shards would then wait for ranks that never come.
 
-    def _settle(self) -> None:
-        """Shards must be the live parameters, and buffers those of the first rank."""
-        if self._strategy.assembly.exists:
-            self._strategy.engine.rest()
-            self._strategy.engine.sync_buffers()
+    Raises:
+        RuntimeError: where they are not all here within seconds.
+    """
+    if held.engine is not None and held.context.has_several_processes:
+        try:
+            dist.monitored_barrier(held.context.groups.run.control, timeout=_MEETING_TIME)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "no checkpoint was written after the error, since not all ranks came to save their shards"
+            ) from error

@@ -44,6 +44,11 @@ class Engine:
         """Call a step hook of the module with its parameters ready for use."""
         return step(*args, **kwargs)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are gathered for a step, in the dtype that they are computed with."""
+        return False
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, a backward is not the last one of its accumulation window."""

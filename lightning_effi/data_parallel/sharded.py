@@ -99,6 +99,10 @@ class ShardedEngine(Engine):
         )
         self._register_hooks()
 
+    @property
+    def is_sharded(self) -> bool:
+        return True
+
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def _shard(self, mesh: Any, group: dist.ProcessGroup, device: torch.device) -> None:

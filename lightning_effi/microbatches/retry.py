@@ -13,8 +13,10 @@ from lightning_effi.microbatches.split import Piece
 from lightning_effi.modules.restore import restored
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
     from lightning_effi.config import EffiConfig
-    from lightning_effi.strategy import EffiStrategy
+    from lightning_effi.data_parallel.engine import Engine
 
 Cut = Callable[[int], Sequence[Piece]]
 Trial = Callable[[Piece], None]
@@ -28,13 +30,24 @@ class MemoryTrial:
     middle of training is never run twice.
 
     Args:
-        strategy: whose module is tried.
+        module: which is tried.
+        engine: of its gradients.
+        device: whose memory it is.
         trial: forward and backward of one piece.
         agreement: among all ranks that run a step together, or ``None``.
     """
 
-    def __init__(self, strategy: EffiStrategy, trial: Trial, agreement: Agreement | None) -> None:
-        self._strategy = strategy
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        engine: Engine,
+        device: torch.device,
+        trial: Trial,
+        agreement: Agreement | None,
+    ) -> None:
+        self._module = module
+        self._engine = engine
+        self._device = device
         self._trial = trial
         self._agreement = agreement
 
@@ -62,18 +75,16 @@ class MemoryTrial:
 
     def _try(self, piece: Piece) -> str | None:
         """The message of the error where memory ran out."""
-        strategy, module = self._strategy, self._strategy.lightning_module
-        assert module is not None
         message = None
-        with restored(module), strategy.engine.alone():
+        with restored(self._module), self._engine.alone():
             try:
                 self._trial(piece)
             except RuntimeError as error:  # of which OutOfMemoryError is one
                 if not _is_out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
-        strategy.engine.discard()
-        if message is not None and strategy.root_device.type == "cuda":
+        self._engine.discard()
+        if message is not None and self._device.type == "cuda":
             torch.cuda.empty_cache()
         return message
 

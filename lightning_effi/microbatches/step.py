@@ -7,7 +7,7 @@ clears those of the last step, and are there again when ``backward`` returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_effi.config import EffiConfig
-    from lightning_effi.strategy import EffiStrategy
+    from lightning_effi.context import RunContext
+    from lightning_effi.data_parallel.engine import Engine
+    from lightning_effi.gradients.window import AccumulationWindow
 
 
 class Runner(Protocol):
     """Carries out the micro-batches of one step."""
 
     def fitting(self, microbatches: int) -> int: ...
-
-    def prepare(self, piece: Piece, args: Sequence[Any], microbatches: int) -> None: ...
 
     def train(
         self, pieces: Sequence[Piece], weights: Sequence[float], scale: float, args: Sequence[Any]
@@ -60,35 +60,50 @@ class MicrobatchedStep:
     """Cuts each batch, weights the pieces, and hands Lightning the output of the whole batch.
 
     Args:
-        strategy: whose engine and configuration are used.
+        context: of the run.
+        module: whose ``training_step`` is carried out.
+        engine: of its parameters and gradients.
+        window: told how much a batch counts for, where gradients are sums.
         runner: how the pieces are run.
         count: pieces per batch; a batch of fewer rows has one a row.
         agreement: among all ranks that run a step together, or ``None``.
+        prepare: of the first batch, what has to be done with its first piece before the pieces are run: given the
+            piece, the arguments of the step after it and the number of pieces.
         verification: of the first batch, where it is asked for.
     """
 
     def __init__(
         self,
-        strategy: EffiStrategy,
+        context: RunContext,
+        module: pl.LightningModule,
+        engine: Engine,
+        window: AccumulationWindow,
         runner: Runner,
         count: int,
         agreement: Agreement | None,
+        prepare: Callable[[Piece, Sequence[Any], int], None] | None = None,
         verification: Verification | None = None,
     ) -> None:
-        self._strategy = strategy
+        self._context = context
+        self._module = module
+        self._engine = engine
+        self._window = window
+        self._prepare = prepare
         self._verification = verification
         self._runner = runner
         self._count = count
         self._agreement = agreement
-        self._shelf = GradientShelf()
+        self._shelf = GradientShelf(module, engine)
         self._probed = False
         self._trial: MemoryTrial | None = None
-        if strategy.config.microbatches.oom_retry and isinstance(runner, SequentialRunner):
-            self._trial = MemoryTrial(strategy, lambda piece: runner.try_out(piece, self._args), agreement)
+        if context.config.microbatches.oom_retry and isinstance(runner, SequentialRunner):
+            self._trial = MemoryTrial(
+                module, engine, context.device, lambda piece: runner.try_out(piece, self._args), agreement
+            )
         self._told_whole: tuple[str, ...] = ()
         self._log_rules = LogRules()
         self._args: Sequence[Any] = ()
-        config = strategy.config.microbatches
+        config = context.config.microbatches
         self._sums = config.weight == "valid_labels"
         self._splitter = None if config.splitter is None else resolve_name(config.splitter)
         self._choice = WeightChoice(
@@ -106,29 +121,30 @@ class MicrobatchedStep:
 
     def __call__(self, batch: Any, *args: Any) -> Any:
         """In place of ``training_step(batch, *args)``: forward and backward of all micro-batches."""
-        module = self._strategy.lightning_module
-        assert module is not None
+        module, precision = self._module, self._context.precision
         self._args = args
         if self._trial is not None and module.trainer.global_step == 0:
             self._count = self._trial.count_that_fits(self._count, lambda count: self._cut(batch, count)[1])
         rows, pieces = self._cut(batch, self._count)
         if self._verification is not None:
             self._verification.expect(self._choice.uncut(batch, pieces), args)
-        self._runner.prepare(pieces[0], args, len(pieces))
-        if not self._probed and (len(pieces) > 1 or self._strategy.layout.pipeline > 1):
+        if self._prepare is not None:
+            self._prepare(pieces[0], args, len(pieces))
+            self._prepare = None
+        if not self._probed and (len(pieces) > 1 or self._context.layout.pipeline > 1):
             self._probe(pieces[0])
         weights = self._choice.weights(batch, rows, pieces)
         if self._verification is not None:
             self._verification.compare(pieces, weights, args)
             self._verification = None
         window = module.trainer.accumulate_grad_batches
-        self._shelf.start(self._strategy, is_first=module.trainer.fit_loop.batch_idx % window == 0)
-        scale = self._strategy.precision.loss_scale
+        self._shelf.start(is_first=module.trainer.fit_loop.batch_idx % window == 0)
+        scale = precision.loss_scale
         amounts = self._choice.amounts(pieces) if self._sums else []
         if self._sums:  # sums over labels, divided when the window is closed
             results = self._runner.train(pieces, amounts, scale, args)
             if any(result.loss is not None for result in results):
-                self._strategy.window.weigh(sum(amounts))
+                self._window.weigh(sum(amounts))
         else:
             results = self._runner.train(pieces, weights, scale / window, args)
         self._shelf.put_aside()
@@ -167,7 +183,7 @@ class MicrobatchedStep:
             ValueError: on all ranks, where they do not get the same number of pieces, or one of them gets none.
         """
         assert self._splitter is not None
-        name = self._strategy.config.microbatches.splitter
+        name = self._context.config.microbatches.splitter
         parts = list(self._splitter(batch, self._runner.fitting(count)))
         if parts and (legal := self._runner.fitting(len(parts))) != len(parts):
             raise ValueError(
@@ -185,7 +201,7 @@ class MicrobatchedStep:
             try:
                 rows = count_rows(data).count
             except ValueError as error:
-                if self._strategy.config.microbatches.weight in ("auto", "samples"):
+                if self._context.config.microbatches.weight in ("auto", "samples"):
                     raise ValueError(
                         f"microbatches: splitter {name} returned a micro-batch whose rows cannot be counted, since"
                         f' {error}. Say how to weight it: Microbatches(weight="uniform" | "valid_labels" |'
@@ -203,15 +219,13 @@ class MicrobatchedStep:
             RuntimeError: on all ranks, naming what the step changes.
         """
         self._probed = True
-        module = self._strategy.lightning_module
-        assert module is not None
-        with restored(module):
+        with restored(self._module):
             changed = self._runner.changes(piece, self._args)
         if self._agreement is not None:
             changed = sorted(set().union(*self._agreement.gather(changed)))
         if changed:
             names = ", ".join(f"'{name}'" for name in changed[:5]) + (" ..." if len(changed) > 5 else "")
-            alone = "pipeline_parallel_size=1 with " if self._strategy.layout.pipeline > 1 else ""
+            alone = "pipeline_parallel_size=1 with " if self._context.layout.pipeline > 1 else ""
             elsewhere = ", and only on the stage that runs it" if alone else ""
             raise RuntimeError(
                 f"microbatches={self._count}: training_step changes {names}, and would do so once for each micro-batch"
@@ -220,22 +234,18 @@ class MicrobatchedStep:
             )
 
     def _compare(self, pieces: Sequence[Piece]) -> list[StepResult]:
-        module = self._strategy.lightning_module
-        assert module is not None
-        exactly = nullcontext() if self._compares_in_low_precision() else self._strategy.precision.in_fp32()
-        with restored(module), exactly:
+        exactly = nullcontext() if self._compares_in_low_precision() else self._context.precision.in_fp32()
+        with restored(self._module), exactly:
             return self._runner.compare(pieces, self._args)
 
     def _compares_in_low_precision(self) -> bool:
         """Autocast can be left out, but parameters that are stored or gathered in 16 bits stay so."""
-        precision, plan = self._strategy.precision, self._strategy.assembly.plan
+        precision = self._context.precision
         if precision.precision.endswith("-mixed"):
-            return plan is None or plan.sharding.is_sharded
+            return self._engine.is_sharded
         return precision.precision not in ("32-true", "64-true")
 
     def _output(self, results: Sequence[StepResult], weights: Sequence[float], rows: Sequence[int]) -> Any:
-        module = self._strategy.lightning_module
-        assert module is not None
         losses = [result.loss for result in results]
         skipped = all(loss is None for loss in losses)
         if not skipped and any(loss is None for loss in losses):
@@ -244,7 +254,7 @@ class MicrobatchedStep:
                 " all, or use microbatches=1"
             )
         for call in self._log_rules.combine([result.logged for result in results], weights, rows):
-            module.log(call.name, call.value, **call.arguments)
+            self._module.log(call.name, call.value, **call.arguments)
         if skipped:
             return None
         loss = torch.as_tensor(weighted_sum([loss for loss in losses if loss is not None], weights))
@@ -280,53 +290,46 @@ def refuse_uncuttable(module: pl.LightningModule, config: EffiConfig) -> None:
 class GradientShelf:
     """Keeps gradients made inside ``training_step`` out of reach of the ``zero_grad`` that follows it."""
 
-    def __init__(self) -> None:
-        self._strategy: EffiStrategy | None = None
+    def __init__(self, module: pl.LightningModule, engine: Engine) -> None:
+        self._module = module
+        self._engine = engine
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         self._is_first = False
+        self.is_filled = False
 
-    @property
-    def is_filled(self) -> bool:
-        return self._strategy is not None
-
-    def start(self, strategy: EffiStrategy, *, is_first: bool) -> None:
+    def start(self, *, is_first: bool) -> None:
         """Before the first micro-batch: at the start of a window, drop the last window's gradients.
 
         Lightning's ``zero_grad`` would only come when both are in memory.
         """
-        self._strategy = strategy
+        self.is_filled = True
         self._is_first = is_first
         self._kept.clear()  # of a step that returned no loss, after which no backward came
-        strategy.engine.keep_unreduced(False)
+        self._engine.keep_unreduced(False)
         if is_first:
-            for optimizer in strategy.optimizers:
+            for optimizer in self._module.trainer.optimizers:
                 optimizer.zero_grad()
 
     def put_aside(self) -> None:
         """After the last micro-batch; only the first batch of a window is followed by ``zero_grad``."""
-        assert self._strategy is not None
         if not self._is_first:
             return
-        self._strategy.engine.keep_unreduced(True)
+        self._engine.keep_unreduced(True)
         for parameter in self._parameters():
             if parameter.grad is not None:
                 self._kept.append((parameter, parameter.grad))
                 parameter.grad = None
 
     def give_back(self) -> None:
-        assert self._strategy is not None
-        self._strategy.engine.keep_unreduced(False)
+        self._engine.keep_unreduced(False)
         for parameter, gradient in self._kept:
             parameter.grad = gradient
         self._kept.clear()
-        self._strategy = None
+        self.is_filled = False
 
     def _parameters(self) -> Iterable[nn.Parameter]:
         """What ``optimizer.zero_grad()`` and ``module.zero_grad()`` reach."""
-        strategy = self._strategy
-        assert strategy is not None
-        assert strategy.lightning_module is not None
-        found = {id(p): p for p in strategy.lightning_module.parameters()}
-        for optimizer in strategy.optimizers:
+        found = {id(p): p for p in self._module.parameters()}
+        for optimizer in self._module.trainer.optimizers:
             found.update({id(p): p for group in optimizer.param_groups for p in group["params"]})
         return found.values()

@@ -75,6 +75,10 @@ class PipelineEngine(Engine):
         """The parameters of this rank's stage, once the module has been split."""
         return None if self.runner is None else self.runner.stages
 
+    @property
+    def is_sharded(self) -> bool:
+        return self._sharded is not None
+
     def shard(self, engine: ShardedEngine) -> None:
         """From here on, ``engine`` holds the parameters of the stage in shards."""
         assert self.stages is not None

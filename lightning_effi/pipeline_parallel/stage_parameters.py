@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_effi.checkpoint import full
+from lightning_effi.comm.gather import gather_full
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.pipeline_parallel.planning.plan import PipelinePlan
 
@@ -28,6 +28,10 @@ class StageParameters:
         stage: of this rank.
         group: the ranks of this pipeline, in the order of stages.
         pipelines: global ranks of all pipelines of the run, each in the order of stages.
+
+    Attributes:
+        stage: of this rank.
+        optimizer_names: for each optimizer and group, the names of all its parameters, in the order before the split.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class StageParameters:
     ) -> None:
         self._module = module
         self._group = group
-        self._stage = stage
+        self.stage = stage
         self._ranks = dist.get_process_group_ranks(group)
         self.names = [name for name, _ in module.named_parameters()]
         self._shapes = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in module.named_parameters()}
@@ -58,6 +62,7 @@ class StageParameters:
         self.shared = {name: held for name, held in plan.shared_by_ranks if stage in held}
         self._shared_groups = self._make_groups(plan, pipelines)
         self._counted_ids = {id(parameter) for parameter in self.counted()}
+        self.optimizer_names: list[list[list[str]]] = []
         self._let_go: list[tuple[Tensor, str]] = []
         for name in self.names:
             if name not in mine:
@@ -74,11 +79,11 @@ class StageParameters:
 
     def is_first_holder(self, name: str) -> bool:
         """Whether no earlier stage holds the parameter."""
-        return self._first_holder.get(name, 0) == self._stage
+        return self._first_holder.get(name, 0) == self.stage
 
     def is_written_here(self, name: str) -> bool:
         """Whether this stage is the one to save the parameter or buffer of that name."""
-        return self.is_first_holder(name) if name in self._shapes else self._stage == 0
+        return self.is_first_holder(name) if name in self._shapes else self.stage == 0
 
     def add_up_shared(self) -> None:
         """Sum the gradients of parameters that several stages hold; every rank of the pipeline must call this.
@@ -86,7 +91,7 @@ class StageParameters:
         Ranks that hold the same shard of different copies add up their shards.
         """
         for held, (group, names) in self._shared_groups.items():
-            if self._stage in held:
+            if self.stage in held:
                 sum_gradients([self.local[name] for name in names if self.local[name].requires_grad], group)
 
     def follow(self, module: nn.Module) -> None:
@@ -94,15 +99,10 @@ class StageParameters:
         self.local = {name: module.get_parameter(name) for name in self.local}
         self._counted_ids = {id(parameter) for parameter in self.counted()}
 
-    def leave_to_optimizers(self, optimizers: Iterable[Optimizer]) -> list[list[list[str]]]:
-        """Take the parameters of other stages out of the optimizers.
-
-        Returns:
-            for each optimizer and group, the names of all its parameters, in the order before.
-        """
+    def leave_to_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Take the parameters of other stages out of the optimizers."""
         local = {id(p): name for name, p in self.local.items()}
         known = {**local, **{id(p): name for p, name in self._let_go}}
-        everything = []
         for optimizer in optimizers:
             names = []
             for group in optimizer.param_groups:
@@ -110,9 +110,8 @@ class StageParameters:
                 group["params"] = [p for p in group["params"] if id(p) in local]
             for parameter in [p for p in optimizer.state if id(p) not in local]:
                 del optimizer.state[parameter]
-            everything.append(names)
+            self.optimizer_names.append(names)
         self._let_go.clear()
-        return everything
 
     def make_whole(self) -> None:
         """Bring every parameter to every rank, and put it back in its places."""
@@ -125,16 +124,11 @@ class StageParameters:
             dist.broadcast(parameter.detach(), self._ranks[self._first_holder.get(name, 0)], group=self._group)
             self._put(name, parameter)
 
-    def return_to_optimizers(self, optimizers: Iterable[Optimizer], names: list[list[list[str]]]) -> None:
-        """Undo :meth:`leave_to_optimizers` once the module is whole, with the states of all stages on every rank.
-
-        Args:
-            optimizers: of this stage.
-            names: what :meth:`leave_to_optimizers` returned.
-        """
-        for optimizer, groups in zip(optimizers, names, strict=True):
+    def return_to_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Undo :meth:`leave_to_optimizers` once the module is whole, with the states of all stages on every rank."""
+        for optimizer, groups in zip(optimizers, self.optimizer_names, strict=True):
             held = {name: optimizer.state[p] for name, p in self.local.items() if p in optimizer.state}
-            mine = full.gather_full(held, keep=True)  # data parallelism may have left them in shards
+            mine = gather_full(held, keep=True)  # data parallelism may have left them in shards
             everybodys: list[Any] = [None] * len(self._ranks)
             dist.all_gather_object(everybodys, mine, group=self._group)
             states = {name: state for each in reversed(everybodys) for name, state in each.items()} | mine
@@ -172,7 +166,7 @@ class StageParameters:
                 continue
             for ranks in pipelines:
                 group = dist.new_group([ranks[stage] for stage in held])
-                if ranks[self._stage] == self._ranks[self._stage]:
+                if ranks[self.stage] == self._ranks[self.stage]:
                     groups[held] = (group, names)
         return groups
 
@@ -189,7 +183,7 @@ class StageParameters:
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's ``value``, in the order of stages, on the first stage; an empty list elsewhere."""
-        gathered: list[Any] | None = [None] * len(self._ranks) if self._stage == 0 else None
+        gathered: list[Any] | None = [None] * len(self._ranks) if self.stage == 0 else None
         dist.gather_object(value, gathered, dst=self._ranks[0], group=self._group)
         return gathered or []
 

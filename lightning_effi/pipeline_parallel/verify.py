@@ -20,8 +20,11 @@ from lightning_effi.verify.compare import compare_tensors
 from lightning_effi.verify.run import judge
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_effi.context import RunContext
+    from lightning_effi.pipeline_parallel.engine import PipelineEngine
     from lightning_effi.pipeline_parallel.running.runner import PipelineRunner
-    from lightning_effi.strategy import EffiStrategy
 
 
 class StageVerification:
@@ -30,8 +33,12 @@ class StageVerification:
     The batch runs uncut through the whole module, so that micro-batches and their weights are verified, too.
     """
 
-    def __init__(self, strategy: EffiStrategy, runner: PipelineRunner) -> None:
-        self._strategy = strategy
+    def __init__(
+        self, context: RunContext, module: pl.LightningModule, engine: PipelineEngine, runner: PipelineRunner
+    ) -> None:
+        self._context = context
+        self._module = module
+        self._engine = engine
         self._runner = runner
         self._expected: dict[str, Tensor] | None = None
         self._seconds = 0.0
@@ -45,12 +52,11 @@ class StageVerification:
             args: arguments of ``training_step`` after the batch.
         """
         started = time.monotonic()
-        strategy, module = self._strategy, self._strategy.lightning_module
-        assert module is not None
-        total = torch.zeros((), device=strategy.root_device)
-        with computed_in(strategy.precision.compute, module), restored(module), silent(module), SameForAllRows():
+        module, precision = self._module, self._context.precision
+        total = torch.zeros((), device=self._context.device)
+        with computed_in(precision.compute, module), restored(module), silent(module), SameForAllRows():
             for data, weight in parts:
-                with strategy.precision.train_step_context():
+                with precision.train_step_context():
                     loss = loss_of(module.training_step(copy.deepcopy(data), *args)) * weight
                 loss.backward()
                 total += loss.detach()
@@ -72,26 +78,25 @@ class StageVerification:
         if expected is None:
             return
         started = time.monotonic()
-        strategy, module, engine = self._strategy, self._strategy.lightning_module, self._strategy.engine
-        assert module is not None
+        context, module, engine = self._context, self._module, self._engine
         with engine.whole_window(), restored(module), SameForAllRows():
             results = self._runner.train(pieces, weights, 1.0, args)
         engine.before_optimizer_step()
         losses = [result.loss for result in results if result.loss is not None]
         loss = sum((float(loss) * w for loss, w in zip(losses, weights, strict=True)), 0.0)
-        actual = {"loss": self._mean(torch.tensor(loss, device=strategy.root_device))}
+        actual = {"loss": self._mean(torch.tensor(loss, device=context.device))}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 actual[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone()
         engine.discard()
         comparison = compare_tensors(actual, {name: expected[name] for name in actual})
-        everywhere = Agreement(strategy.run_control_group).gather(comparison)
+        everywhere = Agreement(context.groups.run.control).gather(comparison)
         worst = max(everywhere, key=lambda found: float("inf") if found.worst[1] != found.worst[1] else found.worst[1])
-        judge(worst, strategy.precision.precision, self._seconds + time.monotonic() - started)
+        judge(worst, context.precision.precision, self._seconds + time.monotonic() - started)
 
     def _mean(self, value: Tensor) -> Tensor:
-        group = self._strategy.data_parallel_group
+        group = self._context.groups.data.device
         value = value.detach().clone()
         dist.all_reduce(value, group=group)
         return value / dist.get_world_size(group)

@@ -33,20 +33,23 @@ from lightning_effi.tensor_parallel.split import gathered
 from lightning_effi.tensor_parallel.uses import UsesOfLogits
 
 if TYPE_CHECKING:
-    from lightning_effi.strategy import EffiStrategy
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lightning_effi.context import RunContext
 
 _CHECKED_STEPS = 3
 
 
 class TensorRun:
-    """Plans and applies tensor parallelism for a strategy; does nothing where ``tensor_parallel_size`` is 1.
+    """Plans and applies tensor parallelism; does nothing where ``tensor_parallel_size`` is 1.
 
     The blocks' real inputs are needed to plan, and Lightning has them in the first step, after every set-up hook of the
     module has run and a checkpoint has been restored.
     """
 
-    def __init__(self, strategy: EffiStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._module: nn.Module | None = None
         self._applied: AppliedPlan | None = None
         self._outside: WeightsOutsideLayers | None = None
         self._uses = UsesOfLogits()
@@ -57,17 +60,22 @@ class TensorRun:
 
     @property
     def is_wanted(self) -> bool:
-        return self._strategy.layout.tensor > 1
+        return self._context.layout.tensor > 1
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        assert self._context.mesh is not None
+        return self._context.mesh["tp"]
 
     def prepare(self, module: nn.Module) -> None:
         """Equal values and equal randomness on all ranks, and the whole module on its device until the first step."""
-        strategy = self._strategy
+        context, self._module = self._context, module
         DeferredValues(module).fill_through(module)
-        module.to(strategy.root_device)
+        module.to(context.device)
         broadcast_states([*module.parameters(), *module.buffers()], dist.group.WORLD)
-        agree_on_randomness(strategy.tensor_control_group, strategy.data_parallel_rank)
+        agree_on_randomness(context.groups.tensor.control, context.data_parallel_rank)
         dtensor_compat.quiet_sequential_gathers()
-        lightning_compat.metrics_in_group(module, strategy.data_parallel_group)
+        lightning_compat.metrics_in_group(module, context.groups.data.device)
         # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -86,15 +94,15 @@ class TensorRun:
 
     def plan(self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any) -> TensorPlan:
         """Decide what is split, on the arguments of the first step."""
-        strategy = self._strategy
-        asked = strategy.config.tensor
+        context = self._context
+        asked = context.config.tensor
         user_plan = {} if asked is None or asked.plan == "auto" else asked.plan
         planner = Planner(
-            strategy.device_mesh["tp"],
-            strategy.tensor_control_group,
+            self._mesh,
+            context.groups.tensor.control,
             user_plan,
             sequence_parallel=asked is not None and asked.sequence_parallel,
-            vocabulary=strategy.layout.pipeline == 1,
+            vocabulary=context.layout.pipeline == 1,
         )
         with restored(module):
             return planner.plan(module, step, args, kwargs)
@@ -107,10 +115,10 @@ class TensorRun:
         self._applied = AppliedPlan(
             module,
             plan.layers,
-            self._strategy.device_mesh["tp"],
+            self._mesh,
             plan.sequence,
             plan.handing_out,
-            whole_outputs=self._strategy.layout.pipeline > 1,  # what crosses a boundary is whole
+            whole_outputs=self._context.layout.pipeline > 1,  # what crosses a boundary is whole
         )
         self._outside = WeightsOutsideLayers(self._applied.group)
         self._uses = UsesOfLogits(layer.name for layer in plan.layers if layer.style == "vocab")
@@ -145,8 +153,8 @@ class TensorRun:
         self._eagerly.close()
         if self.is_wanted:
             torch.backends.mha.set_fastpath_enabled(self._fastpath)
-            if self._strategy.lightning_module is not None:
-                lightning_compat.metrics_everywhere(self._strategy.lightning_module)
+            if self._module is not None:
+                lightning_compat.metrics_everywhere(self._module)
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
@@ -162,10 +170,10 @@ class TensorRun:
         if not self.is_wanted or self._steps >= _CHECKED_STEPS:
             return
         self._steps += 1
-        group = self._strategy.tensor_control_group
+        group = self._context.groups.tensor.control
         if not Agreement(group).any_and_same([], _fingerprint(batch))[1]:
             raise RuntimeError(
-                f"The {self._strategy.layout.tensor} ranks of a tensor-parallel group work on parts of one model and"
+                f"The {self._context.layout.tensor} ranks of a tensor-parallel group work on parts of one model and"
                 f" were given different batches in step {self._steps}. A loader that shares out data by rank has to"
                 " use strategy.data_parallel_rank and strategy.data_parallel_size, and random transforms the same seed"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,8 @@ from lightning_effi.modules.state_changes import undone_writes
 from lightning_effi.verify.compare import Comparison, compare_tensors
 
 if TYPE_CHECKING:
-    from lightning_effi.strategy import EffiStrategy
+    from lightning_effi.context import RunContext
+    from lightning_effi.data_parallel.engine import Engine
 
 # Rounding of one forward and backward, by the lowest dtype computed with; a wrong gradient is off by far more. Models
 # in fp64 may still compute in fp32 here and there, as the norms of transformers do.
@@ -36,50 +38,56 @@ class RunProbe:
         RuntimeError: on all ranks, where loss or a gradient differs, naming the worst parameter.
     """
 
-    def __init__(self, strategy: EffiStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self._plain: nn.Module | None = None
 
     def before_sharding(self, module: nn.Module) -> None:
         """Keep a copy if the run is to be verified; data parallelism infers nothing, so ``auto`` has no need to."""
-        strategy = self._strategy
-        wanted = strategy.layout.tensor > 1 if strategy.config.verify == "auto" else strategy.config.verify
-        if not wanted or not strategy.has_several_processes:
+        context, verify = self._context, self._context.config.verify
+        wanted = context.layout.tensor > 1 if verify == "auto" else verify
+        if not wanted or not context.has_several_processes:
             return
         numel = sum(parameter.numel() for parameter in module.parameters())
-        if strategy.config.verify == "auto" and numel > LARGEST:
+        if verify == "auto" and numel > LARGEST:
             rank_zero_info(
                 f"verify: each kind of block was compared with the plain one, the whole module was not, since"
                 f" verify='auto' does so up to {LARGEST:,} parameters and it has {numel:,}. verify=True compares it too"
             )
             return
-        self._plain = copied(module).to(strategy.root_device)
+        self._plain = copied(module).to(context.device)
 
-    def before_first_step(self, *args: Any) -> None:
-        """Compare on the arguments of the first ``training_step``."""
+    def before_first_step(self, module: Any, engine: Engine, over: Callable[..., Any], *args: Any) -> None:
+        """Compare on the arguments of the first ``training_step``.
+
+        Args:
+            module: at work.
+            engine: of its parameters and gradients.
+            over: what a step hook runs as on the module, whose layers may be split.
+            args: of the step.
+        """
         plain, self._plain = self._plain, None
-        module = self._strategy.lightning_module
-        if plain is None or module is None:
+        if plain is None:
             return
         if not module.automatic_optimization:
             rank_zero_info("verify: not compared, since with manual optimization training_step runs backward itself")
             return
         started = time.monotonic()
-        group = self._strategy.data_parallel_group
+        group = self._context.groups.data.device
         broadcast_states([*plain.parameters(), *plain.buffers()], group)
         plain.train(module.training)
-        loss, expected = self._plain_step(plain, copy.deepcopy(args), group)
-        actual_loss, actual = self._parallel_step(module, copy.deepcopy(args), group)
+        loss, expected = self._plain_step(plain, module._trainer, copy.deepcopy(args), group)
+        actual_loss, actual = self._parallel_step(module, engine, over, copy.deepcopy(args), group)
         if not all(bool(value.isfinite().all()) for value in (loss, *expected.values())):
             rank_zero_info("verify: not compared, since the plain module's own loss or gradients are not finite")
             return
         comparison = compare_tensors({**actual, "loss": actual_loss}, {**expected, "loss": loss})
-        judge(comparison, self._strategy.precision.precision, time.monotonic() - started)
+        judge(comparison, self._context.precision.precision, time.monotonic() - started)
 
-    def _plain_step(self, plain: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _plain_step(self, plain: Any, trainer: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's batch through the plain module, averaged over the ranks."""
-        plain._trainer = self._strategy.lightning_module._trainer  # type: ignore[union-attr]
-        in_context = self._strategy.precision.train_step_context()
+        plain._trainer = trainer
+        in_context = self._context.precision.train_step_context()
         with restored(plain), silent(plain), NoDropout(), in_context:
             loss, gradients = plain_gradients(plain, plain.training_step, *args)
         averaged = {}
@@ -91,12 +99,12 @@ class RunProbe:
                 averaged[name] = gradient.detach() / dist.get_world_size(group)
         return _mean(loss, group), averaged
 
-    def _parallel_step(self, module: Any, args: Any, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        engine = self._strategy.engine
+    def _parallel_step(
+        self, module: Any, engine: Engine, over: Callable[..., Any], args: Any, group: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         with engine.whole_window(), restored(module), silent(module), undone_writes(module), NoDropout():
-            with self._strategy.precision.train_step_context():
-                step = self._strategy.assembly.tensor.over(module.training_step)
-                loss = loss_of(engine.run_step(step, *args))
+            with self._context.precision.train_step_context():
+                loss = loss_of(engine.run_step(over(module.training_step), *args))
             engine.before_backward(loss)
             of_size_one(loss).backward()
             engine.after_backward()

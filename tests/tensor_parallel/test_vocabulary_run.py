@@ -242,13 +242,13 @@ def train_above_the_limit(verify: Any) -> bool:
     diagnose_run.LARGEST = 1000
     trainer = make_trainer({**TP2, "verify": verify}, 2, max_steps=1)
     module, kept = gpt("sgd"), []
-    before = trainer.strategy.assembly.probe.before_first_step
+    before = diagnose_run.RunProbe.before_first_step
 
-    def note(*args: Any) -> None:
-        kept.append(trainer.strategy.assembly.probe._plain is not None)
-        before(*args)
+    def note(self: Any, *args: Any) -> None:
+        kept.append(self._plain is not None)
+        before(self, *args)
 
-    trainer.strategy.assembly.probe.before_first_step = note
+    diagnose_run.RunProbe.before_first_step = note
     trainer.fit(module, loader())
     return kept[0]
 

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,64 +52,90 @@ from lightning_effi.pipeline_parallel.tree import tree_map
 from lightning_effi.tensor_parallel.planning.plan import TensorPlan
 
 if TYPE_CHECKING:
-    from lightning_effi.strategy import EffiStrategy
+    import lightning.pytorch as pl
+
+    from lightning_effi.context import RunContext
+    from lightning_effi.tensor_parallel.run import TensorRun
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the first batch has shown of the whole module.
+
+    Attributes:
+        pipeline: which stage runs what.
+        tensor: how the blocks are split among the ranks of a stage, with tensor parallelism.
+        trace: of the step.
+        loss: of the whole module, which the stages must compute as well.
+    """
+
+    pipeline: PipelinePlan
+    tensor: TensorPlan | None
+    trace: Trace
+    loss: float
 
 
 class PipelineRunner:
     """Splits the module on its first training step, and runs steps through the stages from then on.
 
+    The first batch goes through :meth:`plan`, :meth:`keep_stage` and :meth:`verify`, in this order; between them the
+    module is split by tensor parallelism and sharded.
+
     Args:
-        strategy: whose module, configuration and precision are used.
-        group: the ranks of this pipeline, in order.
+        context: of the run.
+        module: whole until :meth:`keep_stage`.
+        engine: of its parameters and gradients.
+        tensor: of the ranks that hold a stage together.
 
     Attributes:
         stage: this rank's place in the pipeline, which is its stage where every rank has one.
     """
 
-    def __init__(self, strategy: EffiStrategy, group: dist.ProcessGroup) -> None:
-        self._strategy = strategy
-        self._config = strategy.config.pipeline
-        _refuse_own_backward(self._module, self._config.schedule)
-        self._group = group
+    def __init__(
+        self, context: RunContext, module: pl.LightningModule, engine: PipelineEngine, tensor: TensorRun
+    ) -> None:
+        self._context = context
+        self._module: Any = module
+        self._engine = engine
+        self._tensor = tensor
+        self._config = context.config.pipeline
+        _refuse_own_backward(module, self._config.schedule)
+        self._group = group = context.groups.pipeline.device
         self._ranks = dist.get_process_group_ranks(group)
         self.stage = dist.get_rank(group)
         self.stages: StageParameters | None = None
-        self.plan: PipelinePlan | None = None
-        self.optimizer_names: list[list[list[str]]] = []
+        self._plan: PipelinePlan | None = None
         self._interception: Interception | None = None
         self._placement = place_stages(self._config.schedule, len(self._ranks), self._config.virtual_stages)
         self._live: dict[int, LiveStage] = {}
         self._told_count = False
-        self._metrics = MetricSync(self._module, group, strategy.data_parallel_group)
+        self._metrics = MetricSync(self._module, group, context.groups.data.device)
         self._traces: dict[Any, Trace] = {}
         self._structure: Any = None
         self._comparing = False
         self._seed = torch.tensor(torch.initial_seed() % (1 << 62))
-        dist.broadcast(self._seed, self._ranks[0], group=strategy.pipeline_control_group)
+        dist.broadcast(self._seed, self._ranks[0], group=context.groups.pipeline.control)
 
     # -- splitting -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, piece: Piece, args: Sequence[Any], microbatches: int) -> None:
-        """On the first batch: trace, plan, let go of the other stages' parameters, and prove that nothing changed.
+    def plan(self, piece: Piece, args: Sequence[Any], microbatches: int) -> Planned:
+        """On the first batch, which the whole module runs: trace it, and decide which stage runs what.
 
         Raises:
             ValueError: on all ranks, where the module cannot be cut; names what is in the way.
-            RuntimeError: on all ranks, where the stages do not compute the loss of the whole module.
         """
-        if self.stages is not None:
-            return
         self._refuse_different_batches(piece.data)
-        module, config = self._module, self._config
+        module, config, compute = self._module, self._config, self._context.precision.compute
         self._trunk = trunk = find_trunk(module)
         kept = KeptTensors({name: module.get_submodule(name) for name in (*trunk.blocks, *trunk.units)})
-        with computed_in(self._strategy.precision.compute, module), restored(module):
-            expected = self._whole_loss(piece, args)
+        with computed_in(compute, module), restored(module):
+            loss = self._whole_loss(piece, args)
             kept.note()
         tensor = self._plan_tensor(piece, args)
-        with computed_in(self._strategy.precision.compute, module):
+        with computed_in(compute, module):
             self._interception = Interception(module, trunk.blocks, trunk.units, kept)
         try:
-            with computed_in(self._strategy.precision.compute, module):
+            with computed_in(compute, module):
                 trace = self._trace(module.training_step, piece.data, args)
             parameters = _parameters_below(module, (*trunk.blocks, *trunk.units))
             numels = {info.name: info.numel for info in describe_parameters(module)}
@@ -122,21 +149,33 @@ class PipelineRunner:
         if agreed is not None:
             stages, boundaries, shared = plan_stages(trace, parameters, numels, agreed, config.stages_per_rank)
         timeline = Timeline.of(self._schedule(microbatches))
-        self.plan = PipelinePlan(stages, boundaries, shared, timeline, self._placement)
-        if tensor is not None:
-            self._strategy.assembly.split_tensors(module, tensor)
-        self._structure = _structure(trace)
-        self.stages = StageParameters(module, self.plan, self.stage, self._group, self._strategy.layout.pipelines())
-        mine = {*self.plan.ranks[self.stage].blocks, *self.plan.ranks[self.stage].units}
-        self._interception.elsewhere = frozenset({*trunk.blocks, *trunk.units} - mine)
-        self.optimizer_names = self.stages.leave_to_optimizers(self._strategy.optimizers)
+        plan = PipelinePlan(stages, boundaries, shared, timeline, self._placement)
+        return Planned(plan, tensor, trace, loss)
+
+    def keep_stage(self, planned: Planned, optimizers: Sequence[Optimizer]) -> StageParameters:
+        """Let go of the other stages' parameters; whole steps go through the stages from here on."""
+        assert self._interception is not None
+        plan = self._plan = planned.pipeline
+        held = plan.ranks[self.stage]
+        self._structure = _structure(planned.trace)
+        self.stages = StageParameters(self._module, plan, self.stage, self._group, self._context.layout.pipelines())
+        everywhere = {*self._trunk.blocks, *self._trunk.units}
+        self._interception.elsewhere = frozenset(everywhere - {*held.blocks, *held.units})
+        self.stages.leave_to_optimizers(optimizers)
         self._live = {
-            stage: LiveStage(self.plan, stage, self._interception, partial(self._draw_differently, stage))
+            stage: LiveStage(plan, stage, self._interception, partial(self._draw_differently, stage))
             for stage, rank in enumerate(self._placement)
             if rank == self.stage
         }
-        self._strategy.assembly.on_split(self.plan, self.plan.ranks[self.stage], tensor)
-        self._refuse_another_loss(piece, args, expected)
+        return self.stages
+
+    def verify(self, planned: Planned, piece: Piece, args: Sequence[Any]) -> None:
+        """Prove that the stages compute what the whole module did.
+
+        Raises:
+            RuntimeError: on all ranks, where they do not.
+        """
+        self._refuse_another_loss(piece, args, planned.loss)
 
     def _agree(self, error: Exception | None, planned: tuple[Any, list[int]] | None) -> list[int] | None:
         """Nobody goes on where planning failed on one rank; pipelines whose batches balance differently cut alike.
@@ -152,7 +191,7 @@ class PipelineRunner:
             RuntimeError: where another rank could not plan, or its step does something else.
         """
         assert self._interception is not None
-        everybody = Agreement(self._strategy.run_control_group).gather((error and str(error), planned))
+        everybody = Agreement(self._context.groups.run.control).gather((error and str(error), planned))
         failed = next((rank for rank, (message, _) in enumerate(everybody) if message is not None), None)
         if error is not None or planned is None:
             return None
@@ -170,17 +209,17 @@ class PipelineRunner:
 
     def _plan_tensor(self, piece: Piece, args: Sequence[Any]) -> TensorPlan | None:
         """How blocks are split among the ranks of a stage; found before anything stands between them and a step."""
-        assembly, precision = self._strategy.assembly, self._strategy.precision
-        if not assembly.tensor.is_pending:
+        precision = self._context.precision
+        if not self._tensor.is_pending:
             return None
         with torch.inference_mode(False), computed_in(precision.compute, self._module), precision.train_step_context():
-            return assembly.tensor.plan(self._module, self._module.training_step, (piece.data, *args), {})
+            return self._tensor.plan(self._module, self._module.training_step, (piece.data, *args), {})
 
     def make_whole(self, optimizers: Sequence[Optimizer]) -> None:
         """Every rank holds the whole module again, as an ordinary one, and its optimizers' states."""
         if self.stages is not None:
             self.stages.make_whole()
-            self.stages.return_to_optimizers(optimizers, self.optimizer_names)
+            self.stages.return_to_optimizers(optimizers)
         if self._interception is not None:
             self._interception.remove()
         self.stages = self._interception = None
@@ -191,7 +230,7 @@ class PipelineRunner:
         for tensor in tensors(batch).values():
             state = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(), state)
         states = torch.tensor([state, -state])
-        dist.all_reduce(states, dist.ReduceOp.MAX, group=self._strategy.pipeline_control_group)
+        dist.all_reduce(states, dist.ReduceOp.MAX, group=self._context.groups.pipeline.control)
         if states[0] != -states[1]:
             raise RuntimeError(
                 "pipeline: the ranks of one pipeline were given different batches. The dataset or its transforms must"
@@ -211,7 +250,7 @@ class PipelineRunner:
         if not math.isfinite(expected):
             rank_zero_info("pipeline: not compared, since the whole module's own loss is not finite")
             return
-        bound = 1e-4 if self._strategy.precision.precision in ("32-true", "64-true") else 2e-2
+        bound = 1e-4 if self._context.precision.precision in ("32-true", "64-true") else 2e-2
         if not abs(found - expected) <= bound * max(1.0, abs(expected)):
             raise RuntimeError(
                 f"pipeline: the stages compute the loss {found:.6g} where the whole module computes {expected:.6g}."
@@ -271,15 +310,15 @@ class PipelineRunner:
         kwargs: Mapping[str, Any] = {},
     ) -> list[StepResult]:
         traces = [self._checked_trace(step, batch, args, kwargs) for batch in batches]
-        assert self.plan is not None
-        firsts = [stage.blocks[0] for stage in self.plan.stages[1:]]
+        assert self._plan is not None
+        firsts = [stage.blocks[0] for stage in self._plan.stages[1:]]
         early: dict[tuple[int, int], Any] = {}
         results: list[StepResult] = [StepResult(None, None) for _ in batches]
         comparing = factors is None
 
         def forward(action: Action, received: list[Tensor]) -> list[Tensor]:
             live, index = self._live[action.stage], action.microbatch
-            seeded, context = self._seeded(0 if comparing else index), self._strategy.precision.forward_context()
+            seeded, context = self._seeded(0 if comparing else index), self._context.precision.forward_context()
             counted = nullcontext() if live.is_last or len(self._live) == 1 else self._metrics.unchanged()
             with seeded, context, counted, captured_logs(self._module) as logged:
                 sent, output = live.run(
@@ -328,10 +367,10 @@ class PipelineRunner:
 
     def _stage_of_log(self, trace: Trace, number: int) -> int:
         """The stage that knows what the step's ``number``-th call of ``self.log`` is given; no one's is the last's."""
-        assert self.plan is not None
+        assert self._plan is not None
         last = len(self._placement) - 1
         position = trace.logged[number] if number < len(trace.logged) else None
-        return last if position is None else self.plan.stage_of(position)
+        return last if position is None else self._plan.stage_of(position)
 
     def _collect_early_logs(
         self, traces: Sequence[Trace], early: dict[tuple[int, int], Any], results: Sequence[StepResult]
@@ -371,7 +410,7 @@ class PipelineRunner:
             # a tensor of another rank's device would arrive on that device
             message = [[_moved(self._metrics.portable(_detached(result)), torch.device("cpu")) for result in results]]
         dist.broadcast_object_list(message, self._ranks[last], group=self._group)
-        return [self._metrics.local(_moved(result, self._strategy.root_device)) for result in message[0]]
+        return [self._metrics.local(_moved(result, self._context.device)) for result in message[0]]
 
     # -- shapes --------------------------------------------------------------------------------------------------------
 
@@ -392,12 +431,12 @@ class PipelineRunner:
         self, step: Callable[..., Any], batch: Any, args: Sequence[Any], kwargs: Mapping[str, Any] = {}
     ) -> Trace:
         assert self._interception is not None
-        dtypes = self._strategy.precision.autocasts
+        dtypes = self._context.precision.autocasts
         key = (getattr(step, "__name__", step), shapes(batch), dtypes, torch.is_grad_enabled(), self._module.training)
         if key not in self._traces:
             module = self._module
             run = partial(step, batch, *args, **kwargs)
-            with restored(module), captured_logs(module) as logged, self._strategy.precision.forward_context():
+            with restored(module), captured_logs(module) as logged, self._context.precision.forward_context():
                 self._traces[key] = trace_step(module, self._trunk, self._interception, run, logged)
         return self._traces[key]
 
@@ -421,7 +460,7 @@ class PipelineRunner:
     def _comparably(self) -> Iterator[None]:
         self._comparing = True
         try:
-            with torch.no_grad(), SameForAllRows(), self._strategy.precision.train_step_context():
+            with torch.no_grad(), SameForAllRows(), self._context.precision.train_step_context():
                 yield
         except RuntimeError as error:
             if "does not require grad" in str(error):
@@ -432,18 +471,6 @@ class PipelineRunner:
             raise
         finally:
             self._comparing = False
-
-    @property
-    def _engine(self) -> PipelineEngine:
-        engine = self._strategy.engine
-        assert isinstance(engine, PipelineEngine)
-        return engine
-
-    @property
-    def _module(self) -> Any:
-        module = self._strategy.lightning_module
-        assert module is not None
-        return module
 
 
 def _refuse_own_backward(module: Any, schedule: str) -> None:

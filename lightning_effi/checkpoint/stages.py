@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_effi.checkpoint import full
+from lightning_effi.comm.gather import gather_full
 from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
 
 
@@ -24,15 +25,16 @@ def gather_model(module: nn.Module, stages: StageParameters) -> dict[str, Any]:
     return {key: merged[key] for key in stages.state_keys if key in merged}
 
 
-def gather_optimizer(optimizer: Optimizer, names: list[list[str]], stages: StageParameters) -> dict[str, Any]:
+def gather_optimizer(optimizer: Optimizer, index: int, stages: StageParameters) -> dict[str, Any]:
     """The optimizer's state dict as the whole module's optimizer would give it, on the first stage.
 
     Args:
         optimizer: of this stage.
-        names: of all parameters of each group, in the order before the split.
+        index: its place among the optimizers.
         stages: of the pipeline.
     """
-    state = full.gather_full(optimizer.state_dict(), keep=True)
+    names = stages.optimizer_names[index]
+    state = gather_full(optimizer.state_dict(), keep=True)
     local = [[name for name in group if name in stages.local] for group in names]
     positions = [position for group in state["param_groups"] for position in group["params"]]
     named = dict(zip((name for group in local for name in group), positions, strict=True))
@@ -51,16 +53,13 @@ def gather_optimizer(optimizer: Optimizer, names: list[list[str]], stages: Stage
     }
 
 
-def merge_stages(
-    tensors: dict[str, Any], rest: dict[str, Any], names: list[list[list[str]]], stages: StageParameters
-) -> None:
+def merge_stages(stages: StageParameters, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
     """Complete what :func:`lightning_effi.checkpoint.sharded.save` found on one stage; every rank must call this.
 
     Args:
+        stages: of the pipeline.
         tensors: by key, ``model.<name>`` or ``optimizer.<index>.<name>.<state>``; those of other stages are taken out.
         rest: what is not a tensor, and the names of the tensors of this stage; those of all stages on the first.
-        names: for each optimizer and group, all parameters in the order before the split.
-        stages: of the pipeline.
     """
     described = {key: rest[key] for key in ("state_dict", "optimizer_states") if key in rest}
     for key in [key for key in tensors if not stages.is_written_here(_name_in(key))]:
@@ -80,7 +79,7 @@ def merge_stages(
             **entry,
             "tensors": {name: found for part in parts for name, found in part["tensors"].items()},
             "others": {name: found for part in parts for name, found in part["others"].items()},
-            "names": names[index],
+            "names": stages.optimizer_names[index],
         }
 
 

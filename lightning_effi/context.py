@@ -1,0 +1,84 @@
+"""What every part of a run may know: who takes part, on which device, with which settings. A value, made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from lightning_effi.config import EffiConfig
+    from lightning_effi.layout import Layout
+    from lightning_effi.precision import EffiPrecision
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along some axes of the mesh, which includes this one.
+
+    Attributes:
+        device: their process group for tensors on the device; ``None`` in a run without process groups.
+        control: the same ranks with a backend for tensors on the CPU, and for objects.
+    """
+
+    device: Any = None
+    control: Any = None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that this rank belongs to.
+
+    Attributes:
+        data: ranks that work on different batches and average gradients.
+        tensor: ranks that hold parts of the same layers.
+        pipeline: ranks that hold the stages of one pipeline, in their order.
+        run: all ranks.
+    """
+
+    data: Group = Group()
+    tensor: Group = Group()
+    pipeline: Group = Group()
+    run: Group = Group()
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Made once processes run, and given to whoever works in a run; what is built later is handed on beside it.
+
+    Attributes:
+        config: what the user asked for.
+        layout: the size of each axis.
+        rank: of this process among all of the run.
+        processes_per_node: how many processes share this machine's memory.
+        device: where this process computes.
+        precision: which dtype is computed with, and the loss scale.
+        mesh: torch's mesh with the axes of the layout; ``None`` in a run without process groups.
+        groups: who talks to whom.
+    """
+
+    config: EffiConfig
+    layout: Layout
+    rank: int
+    processes_per_node: int
+    device: torch.device
+    precision: EffiPrecision
+    mesh: DeviceMesh | None
+    groups: Groups
+
+    @property
+    def has_several_processes(self) -> bool:
+        return self.layout.world_size > 1
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process is the one of the run that writes and speaks."""
+        return self.rank == 0
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of the different batches this process works on."""
+        return self.layout.data_parallel_rank(self.rank)
