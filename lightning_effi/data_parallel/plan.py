@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_effi.layout import Layout
-from lightning_effi.modules import ParameterInfo, describe_parameters, find_blocks
+from lightning_effi.modules import ParameterInfo, describe_parameters, find_blocks, shared_parts
 
 ROOT = ""
 
@@ -63,6 +63,8 @@ class ShardingPlan:
     groups: tuple[ShardGroup, ...]
     replicated: tuple[ParameterInfo, ...]
     compute: Compute
+    shared: tuple[str, ...] = ()
+    """What keeps further repeated layers from having groups of their own."""
 
     @property
     def is_sharded(self) -> bool:
@@ -128,6 +130,8 @@ class ShardingPlan:
             f"ZeRO stage {self.zero_stage}: {what} sharded over {self.layout.shard} ranks{copies}",
             f"shard groups: {_describe_blocks(blocks)}; {outside:,} parameters outside the blocks",
         ]
+        if self.shared:
+            lines.append("outside the blocks since it is shared: " + "; ".join(self.shared))
         if self.replicated:
             lines.append("replicated (scalars): " + ", ".join(p.name for p in self.replicated))
         return "\n".join(lines)
@@ -154,7 +158,9 @@ def plan_sharding(
     if zero_stage == 0 and not compute.everywhere and layout.tensor == 1:
         return ShardingPlan(zero_stage, layout, (), tuple(infos), compute)
 
+    shared: tuple[str, ...] = ()
     if blocks is None:
+        shared = tuple(shared_parts(module))
         blocks = [block.name for block in find_blocks(module)]
     members: dict[str, list[ParameterInfo]] = {name: [] for name in [*blocks, ROOT]}
     for info in infos:
@@ -166,7 +172,7 @@ def plan_sharding(
         for name, found in members.items()
         if found
     )
-    return ShardingPlan(zero_stage, layout, groups, scalars, compute)
+    return ShardingPlan(zero_stage, layout, groups, scalars, compute, shared)
 
 
 def everywhere_low(module: nn.Module, compute: Compute) -> set[str]:

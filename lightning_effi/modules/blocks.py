@@ -8,8 +8,9 @@ library writes its trunk, so neither class names nor a registry are needed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -35,20 +36,53 @@ def find_blocks(root: nn.Module) -> list[Block]:
 
     A block may have several names (``self.layers = self.model.layers``), of which the first is taken. Left out, so that
     they stay with the root: modules whose ``forward`` is never called (nested containers, whose own children are looked
-    at instead), and modules that share a parameter, or a module inside, with anything outside themselves.
+    at instead), and modules that share a parameter, or a module with parameters, with anything outside themselves, see
+    :func:`shared_parts`. One activation or one rotary table that all blocks hold is no obstacle.
     """
     found = _outermost(_candidates("", root))
+    shared = _shared_parts(root, found)
+    return [block for block in found if block.name not in shared]
+
+
+def shared_parts(root: nn.Module) -> list[str]:
+    """What keeps repeated layers of ``root`` from being blocks, a phrase for each part that they share."""
+    shared = _shared_parts(root, _outermost(_candidates("", root)))
+    firsts: dict[int, tuple[str, nn.Module | nn.Parameter]] = {}
+    for name, part in shared.values():
+        firsts.setdefault(id(part), (name, part))
+    return [_names_of(root, part, name) for name, part in firsts.values()]
+
+
+def _shared_parts(root: nn.Module, found: Sequence[Block]) -> dict[str, tuple[str, nn.Module | nn.Parameter]]:
+    """By the name of each block that does not stand alone: the first of its parts that others have too."""
     uses = Counter(id(module) for block in found for module in block.module.modules())
     owners: dict[int, set[int]] = {}
     for (module, _), parameter in _places(root).items():
         owners.setdefault(id(parameter), set()).add(module)
 
-    def stands_alone(block: nn.Module) -> bool:
+    def shared(block: nn.Module) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+        for name, part in block.named_modules():
+            if uses[id(part)] > 1 and any(True for _ in part.parameters()):
+                yield name, part
         inside = {id(module) for module in block.modules()}
-        shares_modules = any(uses[module] > 1 for module in inside)
-        return not shares_modules and all(owners[id(parameter)] <= inside for parameter in block.parameters())
+        for name, parameter in block.named_parameters():
+            if not owners[id(parameter)] <= inside:
+                yield name, parameter
 
-    return [block for block in found if stands_alone(block.module)]
+    firsts = {block.name: next(shared(block.module), None) for block in found}
+    return {name: (f"{name}.{first[0]}", first[1]) for name, first in firsts.items() if first is not None}
+
+
+def _names_of(root: nn.Module, part: nn.Module | nn.Parameter, name: str) -> str:
+    """A module or parameter by ``name``, and what else it is called."""
+    everything: Iterable[tuple[str, Any]] = (
+        root.named_modules(remove_duplicate=False)
+        if isinstance(part, nn.Module)
+        else root.named_parameters(remove_duplicate=False)
+    )
+    kind = f" ({type(part).__name__})" if isinstance(part, nn.Module) else ""
+    second, *more = [f"'{other}'" for other, value in everything if value is part and other != name]
+    return f"'{name}'{kind} is also {second}" + (f" and {len(more)} more" if more else "")
 
 
 def find_all_blocks(root: nn.Module) -> list[Block]:

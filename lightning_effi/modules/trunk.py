@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_effi.modules.blocks import find_blocks
+from lightning_effi.modules.blocks import find_blocks, shared_parts
 
 # A list of blocks this much smaller than the largest one (a projection head of two linears) is no trunk.
 _SMALLEST_TRUNK = 0.3
@@ -19,10 +19,12 @@ class Trunk:
     Attributes:
         blocks: the repeated layers, by name.
         units: the outermost modules with parameters beside the blocks; a module with two names has its first.
+        shared: what keeps further repeated layers from being blocks.
     """
 
     blocks: tuple[str, ...]
     units: tuple[str, ...]
+    shared: tuple[str, ...] = ()
 
 
 def find_trunk(root: nn.Module) -> Trunk:
@@ -34,7 +36,7 @@ def find_trunk(root: nn.Module) -> Trunk:
     largest = max(sizes.values(), default=0)
     trunks = [name for name, size in sizes.items() if size > _SMALLEST_TRUNK * largest]
     blocks = tuple(block for name in trunks for block in lists[name])
-    return Trunk(blocks, tuple(_units(root, set(blocks))))
+    return Trunk(blocks, tuple(_units(root, set(blocks))), tuple(shared_parts(root)))
 
 
 def _units(root: nn.Module, blocks: set[str]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_effi.modules import find_blocks
+from lightning_effi.modules import find_blocks, shared_parts
 
 
 class _Instead:
@@ -99,8 +99,9 @@ def clamp_blocks(root: nn.Module, bound: float) -> None:
     """
     blocks = find_blocks(root)
     if not blocks:
+        why = f" without shared parameters ({'; '.join(shared)})" if (shared := shared_parts(root)) else ""
         raise ValueError(
-            f"clamp_activations={bound} bounds the outputs of repeated blocks, and {type(root).__name__} has none:"
+            f"clamp_activations={bound} bounds the outputs of repeated blocks, and {type(root).__name__} has none{why}:"
             " leave it out"
         )
     for block in blocks:

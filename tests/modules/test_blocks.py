@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_effi.modules import describe_parameters, find_all_blocks, find_blocks
+from lightning_effi.modules import describe_parameters, find_all_blocks, find_blocks, shared_parts
+from lightning_effi.modules.trunk import find_trunk
 
 LARGE = 1 << 8  # a Linear of this width has at least 2**16 parameters
 
@@ -63,6 +64,32 @@ def test_blocks_that_share_a_module_are_none() -> None:
     root.layers = nn.ModuleList([layer(), layer(), layer()])
     root.layers[0].self_attn = root.layers[2].self_attn
     assert names(root) == ["layers.1"]
+
+
+def test_blocks_may_share_modules_without_parameters() -> None:
+    root = nn.ModuleDict({"layers": nn.ModuleList([layer() for _ in range(3)])})
+    table = nn.Module()
+    table.register_buffer("angles", torch.zeros(4))
+    root["activation"], root["table"] = nn.GELU(), nn.Sequential(table, nn.Dropout())
+    for each in root["layers"]:
+        each.dropout, each.activation, each.table = root["layers"][0].dropout, root["activation"], root["table"]
+    assert names(root) == ["layers.0", "layers.1", "layers.2"]
+    assert find_trunk(root).blocks == tuple(names(root))
+    assert shared_parts(root) == []
+
+
+def test_what_blocks_share_is_named() -> None:
+    root = nn.ModuleDict({"layers": nn.ModuleList([layer() for _ in range(4)])})
+    for each in root["layers"][:3]:
+        each.norm1 = root["layers"][0].norm1
+    assert names(root) == ["layers.3"]
+    root["bias"] = nn.Linear(8, 8)
+    root["bias"].bias = root["layers"][3].linear2.bias
+    assert names(root) == []
+    assert shared_parts(root) == [
+        "'layers.0.norm1' (LayerNorm) is also 'layers.1.norm1' and 1 more",
+        "'layers.3.linear2.bias' is also 'bias.bias'",
+    ]
 
 
 def all_names(root: nn.Module) -> list[str]:

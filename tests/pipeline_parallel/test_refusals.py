@@ -62,6 +62,13 @@ class NoTrunk(GPT):
         self.blocks = nn.ModuleList()
 
 
+class SharesNorms(GPT):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for block in self.blocks:
+            block.norm1 = self.blocks[0].norm1
+
+
 class KeepsPenalties(GPT):
     """Each block leaves a penalty in an attribute, where another stage would find that of an old batch."""
 
@@ -140,6 +147,7 @@ class CallsTheModelOutside(GPT):
         (Manual, "does not work with manual optimization"),
         (Swallows, "catches BaseException around the model"),
         (NoTrunk, "no list of repeated blocks was found"),
+        (SharesNorms, r"none without shared parameters \('blocks\.0\.norm1' \(LayerNorm\) is also 'blocks\.1\.norm1'"),
         (KeepsPenalties, r"attribute 'penalty' of 'blocks\.0' computed before 'blocks\.2' is used after it"),
         (CollectsByHooks, r"computed inside 'blocks\.0', which a hook or a list kept, is used outside of it"),
         (DropsLayers, r"calls 1 of the module's 4 \(layer drop must be switched off\)"),

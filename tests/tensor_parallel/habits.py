@@ -337,6 +337,30 @@ class SharedBlock(Validated):
         self.log("val_loss_epoch", self.loss(batch), sync_dist=True, batch_size=len(batch))
 
 
+class AttentionsInAList(Validated):
+    """Lists of norms and attentions side by side; the loss looks at the attention of one head."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        width = 16
+        self.embedding, self.positions = nn.Embedding(VOCABULARY, width), Positions(CONTEXT, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.attentions = nn.ModuleList(nn.MultiheadAttention(width, 2, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        tokens, sharpness = batch[:, :-1], torch.zeros(())
+        x = self.embedding(tokens) + self.positions(tokens.shape)
+        for norm, attention in zip(self.norms, self.attentions, strict=True):
+            query = norm(x)
+            output, weights = attention(query, x, x, average_attn_weights=False)
+            x, sharpness = query + output, sharpness + weights[:, 0].square().mean()
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten()) + sharpness
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss_epoch", self.loss(batch), sync_dist=True, batch_size=len(batch))
+
+
 class Generated(pl.Callback):
     """What the module generated in validation, as an observation."""
 

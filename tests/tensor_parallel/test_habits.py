@@ -19,6 +19,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "sequence-first-classifier": habits.classifying_pixels,
     "inner-methods": habits.InnerMethods,
     "shared-block": habits.SharedBlock,
+    "attentions-in-a-list": habits.AttentionsInAList,
     "teacher": habits.Distilling,
 }
 GENERATE = ("own-loss-on-logits", "inner-methods", "teacher")

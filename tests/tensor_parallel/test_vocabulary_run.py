@@ -52,6 +52,13 @@ def test_large_tables_and_their_heads_are_split() -> None:
     }
 
 
+@pytest.mark.parametrize("width", [16, 2])
+def test_kinds_of_something_are_no_vocabulary(width: int) -> None:
+    kinds, head = nn.Embedding(4, width), nn.Linear(width, 4)
+    assert styles(nn.ModuleDict({"kinds": kinds, "head": head})) == {}
+    assert styles(nn.ModuleDict({"kinds": kinds, "head": head}), head="vocab") == {"head": "vocab (asked for)"}
+
+
 def test_user_overrides_what_is_derived() -> None:
     assert styles(Tables(), words="replicate") == {}
     assert styles(Tables(tied=False), head="replicate") == {"words": "vocab (20 rows)"}

@@ -149,6 +149,8 @@ def _first_blocks(trace: Trace, sizes: Sequence[int] | int, stages_per_rank: int
             found = f"calls {len(blocks)} of the module's {trace.known} (layer drop must be switched off)"
         elif not blocks and trace.known:
             found = f"calls none of the module's {trace.known}, but their parts or other methods than forward"
+        if len(blocks) == trace.known and trace.shared:
+            found = f"has {len(blocks) or 'none'} without shared parameters ({'; '.join(trace.shared)})"
         ranks = count // stages_per_rank
         if len(blocks) >= ranks:
             raise ValueError(

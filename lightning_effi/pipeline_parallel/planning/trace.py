@@ -48,6 +48,7 @@ class Trace:
         block_uses: tainted values used as arguments of blocks.
         flops: of each block and unit.
         known: how many blocks the module has, called or not.
+        shared: what keeps further repeated layers from being blocks.
         logged: for each call of ``self.log``, how many blocks had been called when a tainted value of it was computed.
     """
 
@@ -61,6 +62,7 @@ class Trace:
     block_uses: list[Use] = field(default_factory=list)
     flops: dict[str, int] = field(default_factory=dict)
     known: int = 0
+    shared: tuple[str, ...] = ()
     logged: list[int | None] = field(default_factory=list)
 
 
@@ -96,7 +98,7 @@ def trace_step(
 class _Tracer(TorchFunctionMode):
     def __init__(self, trunk: Trunk, interception: Interception, parameters: Mapping[int, str]) -> None:
         super().__init__()
-        self.trace = Trace(known=len(trunk.blocks))
+        self.trace = Trace(known=len(trunk.blocks), shared=trunk.shared)
         self._blocks = frozenset(trunk.blocks)
         self._interception = interception
         self._parameters = parameters

@@ -89,7 +89,8 @@ class SequenceShards:
 
     def _leave(self, plan: SequencePlan, _block: nn.Module, _args: Any, output: Any) -> Any:
         self._region = None
-        return gathered(output) if plan.gathers else output
+        # a block that is an attention itself still returns a summand, which is added up next
+        return gathered(output, where=lambda split: not split.partial) if plan.gathers else output
 
     def sum_up(self, _layer: nn.Module, _args: Any, output: Any) -> Any:
         """Post-hook of a row-wise layer: this rank's positions of the sum."""

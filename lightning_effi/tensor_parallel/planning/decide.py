@@ -25,7 +25,7 @@ class LayerGroup:
     @property
     def name(self) -> str:
         """For messages: the layers in short."""
-        return ", ".join(layer.name for layer in self.layers)
+        return ", ".join(layer.name or "the block itself" for layer in self.layers)
 
     def without(self, names: frozenset[str]) -> LayerGroup | None:
         """The group if these layers stay whole; ``None`` where no column-wise one is left."""
@@ -71,9 +71,9 @@ def decide(
             groups.append(candidate)
     for name, attention in attentions(block).items():
         if not attention._qkv_same_embed_dim:
-            whole.append(f"{name}: keys or values have another width than queries")
+            whole.append(f"{name or 'the block itself'}: keys or values have another width than queries")
         elif attention.num_heads % size:
-            whole.append(f"{name}: {attention.num_heads} heads are not divisible by {size}")
+            whole.append(f"{name or 'the block itself'}: {attention.num_heads} heads are not divisible by {size}")
         else:
             pieces = (attention.embed_dim,) * 3
             groups.append(LayerGroup((LayerPlan(name, "attention", pieces, "heads of nn.MultiheadAttention"),)))

@@ -16,7 +16,7 @@ class LayerPlan:
     """How one layer is split.
 
     Attributes:
-        name: dotted name of the module.
+        name: dotted name of the module; empty for a block that is such a layer itself.
         style: ``column`` (outputs are split), ``row`` (inputs are split, outputs summed), ``column_gather`` (outputs
             are split and gathered), ``attention`` (``nn.MultiheadAttention``: heads) or ``vocab`` (rows of an
             embedding, outputs of a head; their number need not be divisible).
@@ -31,7 +31,8 @@ class LayerPlan:
 
     def below(self, prefix: str) -> LayerPlan:
         """The same plan under the name that the layer has in a larger module."""
-        return LayerPlan(f"{prefix}.{self.name}" if prefix else self.name, self.style, self.pieces, self.why)
+        name = ".".join(part for part in (prefix, self.name) if part)
+        return LayerPlan(name, self.style, self.pieces, self.why)
 
     def __str__(self) -> str:
         style = self.style

@@ -55,8 +55,8 @@ class Planner:
         whole: list[str] = list(hints.unknown)
         for kind in capture_inputs(module, blocks, step, args, kwargs):
             trace = trace_block(kind.blocks[0].module, *_fresh(kind))
-            found, left = self._plan_kind(kind, trace, hints)
-            if any(layer.name in leaf and layer.style != "row" for layer in found for leaf in trace.outputs):
+            found, left, hands_out = self._plan_kind(kind, trace, hints)
+            if hands_out:
                 handing_out += [block.name for block in kind.blocks]
             name = _pattern(kind)
             whole += [f"{name}: {reason}" for reason in left]
@@ -92,27 +92,30 @@ class Planner:
             )
         return [], ["embeddings and output layers, which a pipeline leaves whole"]
 
-    def _plan_kind(self, kind: BlockKind, trace: Trace, hints: Hints) -> tuple[list[LayerPlan], list[str]]:
+    def _plan_kind(self, kind: BlockKind, trace: Trace, hints: Hints) -> tuple[list[LayerPlan], list[str], bool]:
+        """The layers to split, what stays whole with the reason, and whether the block hands out parts."""
         first = kind.blocks[0]
         groups, whole = decide(first.module, trace, self.mesh.size(), hints.inside(first.name, first.module))
         asked = self._asked(first.name, first.module)
         groups = with_user_plan(groups, first.name, first.module, asked, self.mesh.size())
         if not groups:
-            return [], whole
+            return [], whole, False
         probe = BlockProbe(first.module, kind.args, kind.kwargs, self.mesh, self.control_group)
         if any(style != "replicate" for style in asked.values()):
-            return list(self._require(probe, groups, first.name)), whole
-        kept = []
+            layers, verdict = self._require(probe, groups, first.name)
+            return list(layers), whole, verdict.hands_out
+        kept: list[LayerPlan] = []
+        verdicts: list[Verdict] = []
         for group in groups:
-            passed, reason = self._settle(probe, group)
+            passed, verdict, reason = self._settle(probe, group)
             if passed is not None:
-                kept.append(passed)
+                kept += passed.layers
+                verdicts.append(verdict)
             if reason:
                 whole.append(reason)
-        together = [layer for group in kept for layer in group.layers]
-        if len(kept) > 1 and not (verdict := probe.judge(together)).passed:
-            return [], [*whole, f"everything in the block: {verdict.reason}"]
-        return together, whole
+        if len(verdicts) > 1 and not (together := probe.judge(kept)).passed:
+            return [], [*whole, f"everything in the block: {together.reason}"], False
+        return kept, whole, any(verdict.hands_out for verdict in verdicts)
 
     def _sequence_dim(self, kind: BlockKind, layers: list[LayerPlan]) -> int:
         """The dim of the hidden states that ``kind`` can have split between ``layers``.
@@ -137,9 +140,10 @@ class Planner:
             f" {reason}. Use sequence_parallel=False"
         )
 
-    def _settle(self, probe: BlockProbe, group: LayerGroup) -> tuple[LayerGroup | None, str]:
-        """The part of a group that passes the probe, and why the rest does not."""
+    def _settle(self, probe: BlockProbe, group: LayerGroup) -> tuple[LayerGroup | None, Verdict, str]:
+        """The part of a group that passes the probe, the last verdict, and why the rest does not."""
         current: LayerGroup | None = group
+        verdict = Verdict(False)
         reasons: list[str] = []
         unpacked: dict[str, str] = {}  # the layers that are not taken for packed any more, with the reason
         while current is not None:
@@ -147,22 +151,22 @@ class Planner:
             if verdict.gathers:
                 reasons.append(f"activations of {current.name}: gathered for {', '.join(verdict.gathers)}")
             if verdict.passed:
-                return current, "; ".join(reasons)
+                return current, verdict, "; ".join(reasons)
             guilty = verdict.sources & {layer.name for layer in current.layers}
             if not guilty:
                 reasons.append(f"{current.name}: {verdict.reason}")
-                return None, "; ".join(reasons)
+                return None, verdict, "; ".join(reasons)
             packed = {layer.name for layer in current.layers if layer.name in guilty and len(layer.pieces) > 1}
             if packed and packed == guilty:
                 unpacked |= dict.fromkeys(packed, verdict.reason)
                 current = current.unpacked(packed)
                 continue
             reason = next((unpacked[name] for name in sorted(guilty) if name in unpacked), verdict.reason)
-            reasons.append(f"{', '.join(sorted(guilty))}: {reason}")
+            reasons.append(f"{', '.join(name or 'the block itself' for name in sorted(guilty))}: {reason}")
             current = current.without(guilty)
-        return None, "; ".join(reasons)
+        return None, verdict, "; ".join(reasons)
 
-    def _require(self, probe: BlockProbe, groups: list[LayerGroup], name: str) -> tuple[LayerPlan, ...]:
+    def _require(self, probe: BlockProbe, groups: list[LayerGroup], name: str) -> tuple[tuple[LayerPlan, ...], Verdict]:
         layers = tuple(layer for group in groups for layer in group.layers)
         verdict: Verdict = probe.judge(layers)
         if not verdict.passed:
@@ -170,7 +174,7 @@ class Planner:
                 f"TensorParallel(plan=...) does not compute what '{name}' does: {verdict.reason}. Nothing was trained."
                 " Correct the plan, or leave it out to have one derived"
             )
-        return layers
+        return layers, verdict
 
     def _asked(self, prefix: str, block: nn.Module) -> dict[str, str]:
         names = {f"{prefix}.{name}": layer for name, layer in linears(block).items()}

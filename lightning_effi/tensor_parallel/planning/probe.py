@@ -18,7 +18,7 @@ from lightning_effi.tensor_parallel.layers.apply import AppliedPlan
 from lightning_effi.tensor_parallel.layers.outside import mixes
 from lightning_effi.tensor_parallel.planning.plan import LayerPlan, SequencePlan
 from lightning_effi.tensor_parallel.rules import on_gather
-from lightning_effi.tensor_parallel.split import CannotSplitError, gathered
+from lightning_effi.tensor_parallel.split import CannotSplitError, gathered, split_tensors
 from lightning_effi.verify.compare import compare_tensors
 
 TOLERANCE = 1e-4  # fp32 rounding of one block is below 1e-5; a gradient that lacks a sum is off by far more
@@ -32,6 +32,7 @@ class Verdict:
     sources: the column-wise layers that caused it, where that is known.
     gathers: functions without a rule, for which whole activations were gathered.
     gathers_sequence: likewise, where the activations were parts of a sequence.
+    hands_out: whether the block returns activations of split layers (attention weights by heads) as parts.
     """
 
     passed: bool
@@ -39,6 +40,7 @@ class Verdict:
     sources: frozenset[str] = frozenset()
     gathers: tuple[str, ...] = ()
     gathers_sequence: tuple[str, ...] = ()
+    hands_out: bool = False
 
 
 class BlockProbe:
@@ -60,6 +62,7 @@ class BlockProbe:
         self._device_type = next(block.parameters()).device.type
         self._mesh = mesh
         self._agreement = Agreement(control_group)
+        self._hands_out = False
         self._expected = self._run(copied(self._block))  # a run may change buffers
 
     def judge(self, layers: Sequence[LayerPlan], sequence_dim: int | None = None) -> Verdict:
@@ -89,7 +92,9 @@ class BlockProbe:
         if self._agreement.any([not comparison.within(TOLERANCE)])[0]:
             name, distance = comparison.worst
             return Verdict(False, f"'{name}' is off by {distance:.1e}", gathers=tuple(gathers))
-        return Verdict(True, gathers=tuple(gathers), gathers_sequence=tuple(gathers_sequence))
+        return Verdict(
+            True, gathers=tuple(gathers), gathers_sequence=tuple(gathers_sequence), hands_out=self._hands_out
+        )
 
     def _run(self, block: nn.Module) -> dict[str, Tensor]:
         no_autocast = torch.autocast(self._device_type, enabled=False)
@@ -101,7 +106,9 @@ class BlockProbe:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
         for tensor in inputs:
             tensor.requires_grad_()
-        output = gathered(block(*args, **kwargs))
+        returned = block(*args, **kwargs)
+        self._hands_out = any(tensor.placement.sources for tensor in split_tensors(returned))
+        output = gathered(returned)
         results = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         generator = torch.Generator().manual_seed(0)
         pulls = [torch.randn(t.shape, generator=generator).to(t) for t in results]

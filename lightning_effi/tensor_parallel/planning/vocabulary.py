@@ -17,6 +17,7 @@ from lightning_effi.tensor_parallel.planning.plan import LayerPlan
 
 _STYLES = ("vocab", "replicate")
 _SMALLEST_TABLE = 0.1  # of the largest one; position embeddings and token types are not worth a message
+_FEWEST_ROWS = 8
 
 
 def ends(module: nn.Module, blocks: Sequence[Block]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def plan_vocabulary(
         wish = _wish(names, asked)
         is_table = isinstance(members[0], nn.Embedding)
         rows = members[0].num_embeddings if is_table else out_features(members[0])
-        is_large = is_table and members[0].weight.numel() >= _SMALLEST_TABLE * largest
+        is_large = is_table and _is_vocabulary(members[0]) and members[0].weight.numel() >= _SMALLEST_TABLE * largest
         if wish == "replicate":
             whole.append(f"{', '.join(names)}: asked for")
         elif wish or is_large or (not is_table and rows in tables):
@@ -80,6 +81,11 @@ def _by_weight(outside: Mapping[str, Any]) -> list[list[str]]:
     for name, layer in outside.items():
         groups.setdefault(id(layer.weight), []).append(name)
     return list(groups.values())
+
+
+def _is_vocabulary(table: nn.Embedding) -> bool:
+    """Not so a table of four kinds of something: a layer with four outputs is then no head over a vocabulary."""
+    return table.num_embeddings >= max(table.embedding_dim, _FEWEST_ROWS)
 
 
 def _wish(names: Sequence[str], asked: Mapping[str, str]) -> str:
