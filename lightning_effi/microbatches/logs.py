@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -46,29 +47,44 @@ class StepResult:
 
 @contextmanager
 def captured_logs(module: pl.LightningModule) -> Iterator[list[Logged]]:
-    """Inside, ``self.log`` and ``self.log_dict`` only note what they are given.
+    """Inside, what ``self.log`` and ``self.log_dict`` are given is only noted.
 
-    Lightning would take each call for a batch of its own, and on a pipeline stage the values are placeholders. The two
-    methods are shadowed on the instance, which is undone on leaving.
+    Lightning would take each call for a batch of its own, and on a pipeline stage the values are placeholders. A
+    module may have a ``log`` of its own, which renames or filters and then calls Lightning's: so it is Lightning's
+    method that is replaced, for this module, and put back on leaving.
     """
     calls: list[Logged] = []
-    log, log_dict = inspect.signature(module.log), inspect.signature(module.log_dict)
+    base = _lightning_class(module)
+    original = base.log
+    signature = inspect.signature(original)
 
-    def note(*args: Any, **kwargs: Any) -> None:
-        arguments = log.bind(*args, **kwargs).arguments
+    @functools.wraps(original)
+    def note(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self is not module:
+            return original(self, *args, **kwargs)
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        del arguments["self"]
         name, value = arguments.pop("name"), arguments.pop("value")
         calls.append(Logged(name, value.detach() if isinstance(value, Tensor) else value, dict(arguments)))
+        return None
 
-    def note_all(*args: Any, **kwargs: Any) -> None:
-        arguments = log_dict.bind(*args, **kwargs).arguments
-        for name, value in arguments.pop("dictionary").items():
-            note(name, value, **arguments)
-
-    module.__dict__.update(log=note, log_dict=note_all)
+    base.log = note
     try:
         yield calls
     finally:
-        del module.__dict__["log"], module.__dict__["log_dict"]
+        base.log = original
+
+
+def log_all(module: pl.LightningModule, calls: Iterable[Logged]) -> None:
+    """Hand Lightning what :func:`captured_logs` has noted, of pieces put together."""
+    log = _lightning_class(module).log
+    for call in calls:
+        log(module, call.name, call.value, **call.arguments)
+
+
+def _lightning_class(module: pl.LightningModule) -> Any:
+    """The class whose ``log`` is Lightning's own, behind what users override."""
+    return next(kind for kind in reversed(type(module).__mro__) if "log" in vars(kind))
 
 
 class LogRules:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from lightning_effi.comm.agreement import Agreement
-from lightning_effi.microbatches.logs import LogRules, StepResult, combine_outputs, weighted_sum
+from lightning_effi.microbatches.logs import LogRules, StepResult, combine_outputs, log_all, weighted_sum
 from lightning_effi.microbatches.retry import MemoryTrial
 from lightning_effi.microbatches.sequential import SequentialRunner
 from lightning_effi.microbatches.split import Piece, count_rows, split
@@ -253,8 +253,7 @@ class MicrobatchedStep:
                 "training_step returned None for some micro-batches of a batch and a loss for others; return a loss for"
                 " all, or use microbatches=1"
             )
-        for call in self._log_rules.combine([result.logged for result in results], weights, rows):
-            self._module.log(call.name, call.value, **call.arguments)
+        log_all(self._module, self._log_rules.combine([result.logged for result in results], weights, rows))
         if skipped:
             return None
         loss = torch.as_tensor(weighted_sum([loss for loss in losses if loss is not None], weights))

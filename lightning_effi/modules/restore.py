@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.modules.randomness import Randomness
+from lightning_effi.modules.snapshot import Snapshot
 from lightning_effi.sharded_tensors.stale_parameters import attributes
 
 _DROPOUTS = {
@@ -32,9 +33,6 @@ _DROPOUTS = {
     F.feature_alpha_dropout,
     torch.dropout,
 }
-
-# Attributes of nn.Module and LightningModule that a step does not count in.
-_NOT_COUNTERS = frozenset({"_parameters", "_buffers", "_modules", "_trainer", "_fabric", "_metric_attributes"})
 
 
 class NoDropout(TorchFunctionMode):
@@ -108,21 +106,14 @@ def plain_gradients(module: nn.Module, step: Callable[..., Any], *args: Any) -> 
 
 @contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
-    """Put back buffers, counters and metrics of ``module``, and all randomness, its own generators', on leaving."""
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    before = {name: counters(submodule) for name, submodule in module.named_modules()}
+    """Put back what ``module`` holds besides parameters, object by object, and all randomness, on leaving."""
+    before = Snapshot(module)
     randomness = Randomness(module)
     drawn = randomness.get()
     try:
         yield
     finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
-        for name, submodule in module.named_modules():
-            for key, value in before.get(name, {}).items():
-                object.__setattr__(submodule, key, value)
+        before.put_back()
         randomness.set(drawn)
 
 
@@ -150,24 +141,3 @@ def same_randomness(module: nn.Module | None = None) -> Iterator[None]:
         yield
     finally:
         randomness.set(drawn)
-
-
-def counters(module: nn.Module) -> dict[str, Any]:
-    """Copies of the attributes of ``module`` itself that are plain data: numbers, tensors, and nestings of them."""
-    return {
-        key: copy.deepcopy(value)
-        for key, value in vars(module).items()
-        if key not in _NOT_COUNTERS and not key.endswith("_hooks") and _is_data(value)
-    }
-
-
-def _is_data(value: Any) -> bool:
-    if isinstance(value, (bool, int, float, complex, str, bytes)) or value is None:
-        return True
-    if isinstance(value, Tensor):
-        return not value.requires_grad
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(_is_data(item) for item in value)
-    if isinstance(value, dict):
-        return all(_is_data(item) for pair in value.items() for item in pair)
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_effi.compat import dtensor as dtensor_compat
-from lightning_effi.modules.restore import counters, same_randomness
+from lightning_effi.modules.restore import same_randomness
+from lightning_effi.modules.snapshot import data_of
 
 
 class _ParameterWrites(TorchDispatchMode):
@@ -98,7 +100,7 @@ def _state(module: nn.Module) -> dict[str, Any]:
             continue
         prefix = f"{name}." if name else ""
         state.update({f"{prefix}{key}": b.detach().clone() for key, b in submodule._buffers.items() if b is not None})
-        state.update({f"{prefix}{key}": value for key, value in counters(submodule).items()})
+        state.update({f"{prefix}{key}": copy.deepcopy(value) for key, value in data_of(submodule)})
     return state
 
 

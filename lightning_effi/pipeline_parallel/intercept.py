@@ -9,7 +9,7 @@ are part of its real calls only. :meth:`Interception.remove` undoes it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +71,7 @@ class Interception:
         self._real = {name: module.forward for name, module in self._modules.items()}
         self.kept = kept or KeptTensors({})
         self._outputs = {
-            name: FakeOutputs(module, first_tensor if name in blocks else None, self.kept.places.get(name, ()))
+            name: FakeOutputs(module, first_tensor if name in blocks else None, self.kept.left_by(name))
             for name, module in self._modules.items()
         }
         self._running: set[str] = set()
@@ -169,18 +169,18 @@ class FakeOutputs:
     Args:
         module: whose outputs are meant.
         stand_in: what to take for the output where the copy cannot run.
-        kept: attributes in which it leaves tensors.
+        kept: what it leaves in attributes.
     """
 
     def __init__(
-        self, module: nn.Module, stand_in: Callable[[Any, Any], Any] | None, kept: Sequence[tuple[nn.Module, str]]
+        self, module: nn.Module, stand_in: Callable[[Any, Any], Any] | None, kept: Mapping[tuple[nn.Module, str], Any]
     ) -> None:
         self._mode = torch_compat.fake_tensor_mode()
         self._clone = self._make_clone(module)
         self._known: dict[Any, tuple[MetaTree, dict[Any, MetaTree]]] = {}
         self._stand_in = stand_in
         paths = {id(child): path for path, child in module.named_modules()}
-        self._kept = {(owner, key): (paths[id(owner)], MetaTree.of(vars(owner)[key])) for owner, key in kept}
+        self._kept = {(owner, key): (paths[id(owner)], MetaTree.of(value)) for (owner, key), value in kept.items()}
         self.flops = 0
 
     def filled(self, args: tuple[Any, ...], kwargs: dict[str, Any], fill: float) -> tuple[Any, dict[Any, Any]]:

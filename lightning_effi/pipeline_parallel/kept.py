@@ -37,6 +37,8 @@ class KeptTensors:
         self._before = {place: leaves for _, place, leaves in self._tensors()}
         self.places: dict[str, list[Place]] = {}
         """For each block and unit, the attributes that it set."""
+        self.values: dict[Place, Any] = {}
+        """What it put there."""
         self._originals: dict[Place, Any] = {}
 
     def note(self) -> None:
@@ -45,7 +47,12 @@ class KeptTensors:
             before = self._before.get(place, [])
             if len(before) != len(leaves) or any(a is not b for a, b in zip(before, leaves, strict=True)):
                 self.places.setdefault(name, []).append(place)
+                self.values[place] = vars(place[0])[place[1]]
         self._before.clear()
+
+    def left_by(self, name: str) -> dict[Place, Any]:
+        """What a block or unit left in attributes."""
+        return {place: self.values[place] for place in self.places.get(name, ())}
 
     def put(self, place: Place, value: Any) -> None:
         """Let a placeholder take the attribute's place."""

@@ -23,7 +23,7 @@ from tests.harness import (
 )
 from tests.models import MODELS
 from tests.models.base import ExampleModule
-from tests.models.gpt import GPT
+from tests.models.gpt import GPT, Block
 
 MODELS_OF_ALL_KINDS = (
     "gpt-tied", "encoder", "llama", "gpt2", "bert", "vit-timm", "lora-gpt", "lora-peft-llama", "regressor"
@@ -136,6 +136,58 @@ class Remembering(GPT):
         return self.last_loss
 
 
+class Routed(Block):
+    def __init__(self, penalties: list[Tensor]) -> None:
+        super().__init__(16, 4)
+        self.penalties = penalties
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.penalties.append(x.square().mean())
+        return x
+
+
+class CollectsPenalties(GPT):
+    """The blocks and the module share a list, as with the losses of routers."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.penalties: list[Tensor] = []
+        self.blocks = nn.ModuleList(Routed(self.penalties) for _ in range(4))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.penalties.clear()
+        loss = super().loss(batch)
+        assert len(self.penalties) == 4
+        return loss + 0.5 * torch.stack(self.penalties).sum()
+
+
+class CachesByRows(GPT):
+    """A buffer of the batch's size, made anew for each other size."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.register_buffer("offsets", None, persistent=False)
+        self.rows = -1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if len(tokens) != self.rows:
+            self.rows = len(tokens)
+            self.offsets = torch.linspace(0, 1, 17).repeat(len(tokens), 1, 1)
+        return super().forward(tokens) + self.offsets
+
+
+class RenamesLogs(GPT):
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        super().log(f"renamed_{name}", *args, **kwargs)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log_dict({"double": 2 * loss}, on_step=False, on_epoch=True)
+        return loss
+
+
 class SkipsABatch(GPT):
     """Returns no loss for the second batch, as steps do that meet a bad one."""
 
@@ -215,8 +267,20 @@ def test_logged_values_and_outputs_equal_the_whole_batch() -> None:
         assert ours[2] == theirs[2]
 
 
-def test_step_that_only_overwrites_is_allowed() -> None:
-    train_and_assert_parity(gpt_training(Remembering))
+@pytest.mark.parametrize("module", [Remembering, CollectsPenalties, CachesByRows])
+def test_what_steps_keep_is_that_of_the_whole_batch(module: type[GPT]) -> None:
+    train_and_assert_parity(gpt_training(module))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_log_of_the_modules_own(stages: int) -> None:
+    training = gpt_training(RenamesLogs, world_size=stages)
+    training.strategy["pipeline_parallel_size"] = stages
+    record, reference = run(training), run_reference(training)
+    names = {"renamed_train_loss_epoch", "renamed_loss", "renamed_double"}
+    assert set(record.logged) == set(reference.logged) > names
+    for name in names:
+        assert record.logged[name] == pytest.approx(reference.logged[name], rel=1e-5)
 
 
 def test_step_without_a_loss_moves_nothing() -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.data_parallel.casting import computed_in
 from lightning_effi.microbatches.evidence import evidence_of
-from lightning_effi.microbatches.logs import StepResult, captured_logs
+from lightning_effi.microbatches.logs import StepResult, captured_logs, log_all
 from lightning_effi.microbatches.split import Piece, shapes, tensors
 from lightning_effi.modules.draws import SameForAllRows
 from lightning_effi.modules.parameters import describe_parameters
@@ -289,8 +289,7 @@ class PipelineRunner:
         """``validation_step`` and its like: the batch goes through the stages uncut, so that all values are exact."""
         [result] = self._forward_only(step, [batch], args, kwargs)
         self._metrics.follow(self._placement[-1])
-        for call in result.logged:
-            self._module.log(call.name, call.value, **call.arguments)
+        log_all(self._module, result.logged)
         return result.output
 
     def _forward_only(
