@@ -6,7 +6,6 @@ Importing this package registers the strategies ``effi``, ``effi_zero1``, ``effi
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_effi.callbacks import HealthCheck
-from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.config import (
     ActivationCheckpointing,
     Checkpoints,
@@ -22,7 +21,6 @@ from lightning_effi.strategy import EffiStrategy
 __version__ = "0.1.0"
 
 EffiStrategy.register_strategies(StrategyRegistry)
-lightning_compat.allow_compiled_modules(EffiStrategy)
 
 __all__ = [
     "ActivationCheckpointing",

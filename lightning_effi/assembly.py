@@ -141,7 +141,7 @@ class Assembly:
         if layout.tensor > 1:
             refuse_unshardable(strategy.optimizers, f"tensor_parallel_size={layout.tensor}")
             refuse_averaging_of_shards(trainer, f"tensor_parallel_size={layout.tensor}")
-            self.tensor.prepare(module)
+            self.tensor.prepare(module, strategy.undo)
         if layout.pipeline > 1:
             self._start_pipeline(module)
             return
@@ -230,6 +230,8 @@ class Assembly:
         strategy = self._strategy
         if strategy.config.zero_stage and strategy.data_parallel_size > 1:
             refuse_unshardable(strategy.optimizers, f"zero_stage={strategy.config.zero_stage}")
+        lightning_compat.metrics_in_group(module, strategy.data_parallel_group)
+        strategy.undo.push(partial(lightning_compat.metrics_everywhere, module))
         self._engine = PipelineEngine(
             module,
             group=strategy.context.groups.pipeline.device,
@@ -294,7 +296,19 @@ class Assembly:
 
     # -- taking apart ------------------------------------------------------------------------------------------------
 
-    def release(self) -> None:
+    def end(self, all_ranks: bool) -> None:
+        """A run is over. With ``all_ranks`` here, the module is made an ordinary one; else only hooks are taken off."""
+        if self._engine is None:
+            return
+        if all_ranks:
+            self._release()
+            return
+        self._engine.leave()
+        self._engine = None
+        if self._strategy.lightning_module is not None:
+            self._strategy.precision.release(self._strategy.lightning_module)
+
+    def _release(self) -> None:
         """The module is an ordinary one again, wherever the memory allows it; all ranks must call this."""
         strategy = self._strategy
         assert strategy.lightning_module is not None

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_effi.comm.board import Board
 from lightning_effi.comm.logged import reduce_logged
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
@@ -38,6 +39,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         self.num_nodes = 1
         self._layout: Layout | None = None
         self._device_mesh: DeviceMesh | None = None
+        self.board: Board | None = None  # notes of the ranks of this run
         self._groups = Groups()
         self._context: RunContext | None = None
 
@@ -173,6 +175,7 @@ class MeshStrategy(ParallelStrategy, ABC):
             self.config.timeout,
             device_id=None if self.root_device.type == "cpu" else self.root_device,
         )
+        self.board = Board.of_next_run() if self.has_several_processes else None
         if self._device_mesh is None:
             mesh = self._device_mesh = self.layout.device_mesh(self.root_device.type)
             data_parallel = torch_compat.flatten_mesh(mesh["replicate", "shard"], "data_parallel").get_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -44,10 +44,12 @@ from lightning_effi.gradients.readable import ReadableShards
 from lightning_effi.gradients.window import AccumulationWindow
 from lightning_effi.launch import end_other_processes, make_launcher
 from lightning_effi.loop.batches import agree_on_length
+from lightning_effi.loop.failure import failed_together
 from lightning_effi.loop.signals import DeferredSignals
 from lightning_effi.loop.skipped import SkippedSteps
 from lightning_effi.mesh import MeshStrategy
 from lightning_effi.modules.deferred import parameters_on_meta
+from lightning_effi.modules.undo import Undo
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
 
@@ -168,7 +170,8 @@ class EffiStrategy(MeshStrategy):
         self._signals = DeferredSignals()
         self._skipped = SkippedSteps()
         self._reading = ReadableShards(self._shard_of, self._backward_by_hand)
-        self._after_step = ExitStack()  # what is entered between training_step and backward
+        self.undo = Undo()  # of what a run changes around it
+        self._still_together = False  # after an error
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
@@ -227,6 +230,7 @@ class EffiStrategy(MeshStrategy):
         assert self.cluster_environment is not None
         self.resolve_layout()
         self._launcher = make_launcher(self, self.config.start_method)
+        lightning_compat.allow_compiled_modules(self)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -246,6 +250,7 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.precision.use_device(self.root_device, self.context.groups.run.device)
+        self.undo.push(self.precision.leave_run)
         self.assembly.build(trainer, self.lightning_module)
         self.setup_precision_plugin()
         self.assembly.show_plan()
@@ -267,7 +272,6 @@ class EffiStrategy(MeshStrategy):
         )
         if self.assembly.microbatched is not None:
             return self.assembly.microbatched(*args, **kwargs)
-        self._after_step.close()
         manual = not self.lightning_module.automatic_optimization  # then the step itself looks at gradients
         with self.precision.train_step_context(), self._reading if manual else nullcontext():
             step = self.assembly.tensor.over(self.lightning_module.training_step)
@@ -276,9 +280,11 @@ class EffiStrategy(MeshStrategy):
             factor = self.precision.move_scale(self.lightning_module)
             if factor != 1.0:
                 self.engine.scale_gradients(factor)
-        else:  # on_before_zero_grad and optimizer_zero_grad come next
-            self._after_step.enter_context(self._reading)
         return output
+
+    def _around_zero_grad(self) -> AbstractContextManager[object]:
+        """Hooks between ``training_step`` and ``backward`` look at the gradients of the step before."""
+        return self._reading if self.assembly.microbatched is None else nullcontext()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +321,6 @@ class EffiStrategy(MeshStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
-        self._after_step.close()
         self.pre_backward(closure_loss)
         closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
         with self._reading.paused():
@@ -371,8 +376,11 @@ class EffiStrategy(MeshStrategy):
     @override
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        self._signals.install(self.lightning_module.trainer, self.context.groups.run.control)
-        self._skipped.install(self.lightning_module.trainer, self.precision)
+        trainer = self.lightning_module.trainer
+        self._signals.install(trainer, self.context.groups.run.control, self.undo)
+        self._skipped.install(trainer, self.precision)
+        self.undo.push(self._skipped.remove)
+        self.undo.push(lightning_compat.around_zero_grad(trainer, self._around_zero_grad))
 
     # -- evaluation and data -----------------------------------------------------------------------------------------
 
@@ -443,20 +451,23 @@ class EffiStrategy(MeshStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._after_step.close()
         if self.assembly.exists:
             self.engine.explain(exception)
             self.assembly.tensor.explain(exception)
-        if not isinstance(exception, KeyboardInterrupt):
+        self._still_together = failed_together(self.board)
+        if not self._still_together and not isinstance(exception, KeyboardInterrupt):
             end_other_processes(self.launcher)
 
     @override
     def teardown(self) -> None:
-        """After a run that went well, the module is an ordinary one again wherever the memory allows it."""
-        self._after_step.close()
-        if self.assembly.exists and not self.is_interrupted:
-            self.assembly.release()
-        self._skipped.remove()
+        """The module is an ordinary one again wherever the memory allows it, and the process is as it was.
+
+        After an error that other ranks have not met, only what is this rank's own is taken back.
+        """
+        try:
+            self.assembly.end(all_ranks=not self.is_interrupted or self._still_together)
+        finally:
+            self.undo.run()
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.precision.teardown()

@@ -5,12 +5,12 @@ A release that renames or changes one fails here by name: the tests are the to-d
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import re
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FunctionType
@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -300,11 +301,30 @@ def test_full_parameter_follows_the_sharded_ones_requires_grad(network: Network)
     assert network.block.weight.requires_grad is False
 
 
-@relies_on("fsdp.keep_class_name", "the order of bases of the class that fully_shard makes")
-def test_sharded_class_keeps_its_name(network: Network) -> None:
-    fsdp_compat.keep_class_name(network)
+@relies_on("fsdp.own_class", "the order of bases of the class that fully_shard makes")
+@relies_on("fsdp.original_class", "the order of bases of the class that fully_shard makes")
+def test_sharded_class_has_the_original_name_and_fsdps_own_stays(network: Network) -> None:
+    shared, made = type(network), {}
+    fsdp_compat.own_class(network, made)
     assert type(network).__name__ == "Network"
+    assert type(network) is made[shared]
     assert isinstance(network, FSDPModule)
+    assert shared.__name__ == "FSDPNetwork"
+    assert fsdp_compat.original_class(network) is Network
+
+
+@relies_on("fsdp.attribute_names", "torch.distributed._composable.contract.STATE_KEY")
+@relies_on("fsdp.hook_keys", "FSDPState._pre_forward_hook_handle")
+@relies_on("fsdp.is_involved", "FSDPModule")
+def test_what_sharding_puts_into_a_module_is_known(network: Network) -> None:
+    plain = Network()
+    assert vars(network).keys() - vars(plain).keys() <= fsdp_compat.attribute_names()
+    keys = fsdp_compat.hook_keys(network)
+    for module in network.modules():
+        hooks = [value for name, value in vars(module).items() if "hooks" in name and isinstance(value, dict)]
+        assert {key for found in hooks for key in found} <= keys
+    assert fsdp_compat.is_involved(network)
+    assert not fsdp_compat.is_involved(plain)
 
 
 @relies_on("fsdp.post_backward_done", "FSDPParamGroup.finalize_backward")
@@ -450,7 +470,7 @@ def test_requeue_signal_is_that_of_the_slurm_environment(monkeypatch: pytest.Mon
 
 
 @relies_on("lightning.allow_compiled_modules", "lightning.pytorch.trainer.trainer._verify_strategy_supports_compile")
-def test_compiled_modules_are_let_through_for_our_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_modules_are_let_through_for_our_strategies_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer import trainer as trainer_module
 
@@ -458,11 +478,52 @@ def test_compiled_modules_are_let_through_for_our_strategy_only(monkeypatch: pyt
         raise RuntimeError("unsupported")
 
     monkeypatch.setattr(trainer_module, "_verify_strategy_supports_compile", refuse)
-    lightning_compat.allow_compiled_modules(SingleDeviceStrategy)
-    trainer_module._verify_strategy_supports_compile(None, SingleDeviceStrategy())
+    ours, others = [SingleDeviceStrategy(), SingleDeviceStrategy()], SingleDeviceStrategy()
+    for strategy in ours:
+        lightning_compat.allow_compiled_modules(strategy)
+    for strategy in ours:
+        trainer_module._verify_strategy_supports_compile(None, strategy)
     with pytest.raises(RuntimeError, match="unsupported"):
-        trainer_module._verify_strategy_supports_compile(None, object())
+        trainer_module._verify_strategy_supports_compile(None, others)
     assert "_verify_strategy_supports_compile(" in inspect.getsource(trainer_module.Trainer)
+    del strategy
+    ours.pop()
+    assert trainer_module._verify_strategy_supports_compile is not refuse
+    ours.pop()
+    assert trainer_module._verify_strategy_supports_compile is refuse
+
+
+@relies_on("lightning.around_zero_grad", "_AutomaticOptimization._on_before_zero_grad")
+def test_hooks_between_step_and_backward_run_in_a_context() -> None:
+    inside: list[bool] = [False]
+    seen: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    class Watched(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(("step", inside[0]))
+            return super().training_step(batch, batch_idx)
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            seen.append(("before", inside[0]))
+
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            seen.append(("zero_grad", inside[0]))
+
+        def on_before_backward(self, loss: Any) -> None:
+            seen.append(("backward", inside[0]))
+
+    trainer = make_trainer(None, 1, max_steps=1, limit_val_batches=0)
+    undo = lightning_compat.around_zero_grad(trainer, context)
+    trainer.fit(Watched())
+    assert seen == [("step", False), ("before", True), ("zero_grad", True), ("backward", False)]
+    undo()
+    assert "_on_before_zero_grad" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
 
 
 @relies_on("torch.unscale_and_check", "torch._amp_foreach_non_finite_check_and_unscale_")
@@ -664,26 +725,40 @@ def test_functions_of_dtensors_can_be_carried_out_otherwise() -> None:
     assert run_distributed(functions_seen, 2) == [["__getitem__", "sum", "add_"]] * 2
 
 
-def refusals() -> list[str]:
-    messages = []
+def refused_assignment() -> str:
     network = gathered(init_device_mesh("cpu", (2,)))
     for group in fsdp_compat.groups(network):
         group.reshard()
         for param in fsdp_compat.params(group):
             fsdp_compat.refuse_assigned(param)
     block: Any = network.block
-    fsdp_compat.refuse_copies(block)
     values = {name: torch.zeros(parameter.shape) for name, parameter in block.named_parameters()}
-    for attempt in (lambda: copy.deepcopy(block), lambda: block.load_state_dict(values, assign=True)):
-        with pytest.raises(RuntimeError) as caught:
-            attempt()
-        messages.append(str(caught.value))
-    return messages
+    with pytest.raises(RuntimeError) as caught:
+        block.load_state_dict(values, assign=True)
+    return str(caught.value)
 
 
-@relies_on("fsdp.refuse_copies", "FSDPModule.__deepcopy__")
 @relies_on("fsdp.refuse_assigned", "FSDPParam.reset_sharded_param being called after load_state_dict")
-def test_copies_and_assigned_parameters_of_sharded_modules_are_refused() -> None:
-    for copies, assigned in run_distributed(refusals, 2):
-        assert "Copy it in __init__" in copies
-        assert "assign=True" in assigned
+def test_assigned_parameters_of_sharded_modules_are_refused() -> None:
+    for message in run_distributed(refused_assignment, 2):
+        assert "assign=True" in message
+
+
+def notes_and_counts() -> tuple[str, int, int]:
+    rank = dist.get_rank()
+    before = torch_compat.message_counts()
+    store = torch_compat.default_store("notes", 5.0)
+    store.set(str(rank), f"rank {rank}")
+    dist.barrier()
+    after = torch_compat.message_counts()
+    [world] = after
+    return store.get(str(1 - rank)).decode(), after[world] - before[world], torch_compat.message_counts()[world]
+
+
+@relies_on("torch.default_store", "torch.distributed.distributed_c10d._get_default_store")
+@relies_on("torch.message_counts", "ProcessGroup._get_sequence_number_for_group")
+def test_ranks_leave_notes_and_messages_are_counted() -> None:
+    first, second = run_distributed(notes_and_counts, 2)
+    assert first[:2] == ("rank 1", 1)
+    assert second[:2] == ("rank 0", 1)
+    assert first[2] == second[2]

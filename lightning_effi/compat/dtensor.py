@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,21 +16,20 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def quiet_sequential_gathers() -> None:
-    """Drop torch's advice against gathering a tensor that is sharded over two axes of a mesh.
+def quiet_sequential_gathers() -> Callable[[], None]:
+    """Drop torch's advice against gathering a tensor that is sharded over two axes of a mesh; returns how to undo it.
 
     FSDP2 makes such tensors of tensor-parallel ones, and checkpoints gather them; there is nothing that a user could
     change about it.
     """
-    import logging
-
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    if not any(isinstance(f, _SequentialGathers) for f in logger.filters):
-        logger.addFilter(_SequentialGathers())
+    only_others = _NoSequentialGathers()
+    logger.addFilter(only_others)
+    return partial(logger.removeFilter, only_others)
 
 
-class _SequentialGathers:
-    def filter(self, record: Any) -> bool:
+class _NoSequentialGathers:
+    def filter(self, record: logging.LogRecord) -> bool:
         return "sequential all_gather operations" not in record.getMessage()
 
 

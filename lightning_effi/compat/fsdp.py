@@ -170,23 +170,62 @@ def configure_backward(group: Any, *, reduce: bool, reshard: bool) -> None:
     group.reshard_after_backward = reshard
 
 
-def keep_class_name(module: nn.Module) -> None:
-    """Undo the renaming of a sharded module's class, which summaries and error messages show."""
-    sharded, original = type(module), type(module).__mro__[2]
-    sharded.__name__, sharded.__qualname__ = original.__name__, original.__qualname__
+def own_class(module: nn.Module, made: dict[type, type]) -> None:
+    """Give a sharded module a class with the name of its original one, which summaries and error messages show.
+
+    The class that ``fully_shard`` makes is shared by all modules of the process that were of one class, and stays as it
+    is; ours derives from it.
+
+    Args:
+        module: its class was changed by ``fully_shard`` just now.
+        made: our classes so far by FSDP2's, to which this may add one.
+    """
+    shared, original = type(module), original_class(module)
+    if shared not in made:
+        named = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        made[shared] = type(original.__name__, (shared,), named)
+    module.__class__ = made[shared]
 
 
-def refuse_copies(module: nn.Module) -> None:
-    """Say what to do instead where a sharded module is copied, which FSDP2 refuses."""
+def original_class(module: nn.Module) -> type:
+    """What a module's class was before it was sharded."""
+    from torch.distributed.fsdp import FSDPModule
 
-    def __deepcopy__(self: Any, memo: Any) -> Any:
-        raise RuntimeError(
-            f"a copy of {type(self).__name__} was asked for after its parameters were sharded, which leaves a part of"
-            " each on this rank. Copy it in __init__, setup() or configure_model(); or keep copies of the parameters,"
-            " {name: p.detach().clone() for name, p in self.named_parameters()}, which may be averaged and copied back"
-        )
+    kinds = type(module).__mro__
+    return kinds[kinds.index(FSDPModule) + 1] if FSDPModule in kinds else kinds[0]
 
-    type(module).__deepcopy__ = __deepcopy__  # type: ignore[attr-defined]
+
+def is_involved(module: nn.Module) -> bool:
+    """Whether FSDP2 has sharded ``module`` itself, or a parameter that it holds."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule) or any(hasattr(p, "device_mesh") for p in module._parameters.values())
+
+
+def attribute_names() -> set[str]:
+    """What ``fully_shard`` puts into ``module.__dict__``, hooks apart."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    return {STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"}
+
+
+def hook_keys(root: nn.Module) -> set[int]:
+    """By which keys the modules below ``root`` hold FSDP2's hooks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    return {handle.id for module in sharded for handle in _hook_handles(module)}
+
+
+def _hook_handles(module: Any) -> list[Any]:
+    """Of the hooks that FSDP2 keeps on ``module`` and, for its parameters, on the modules below."""
+    state = module._get_fsdp_state()
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in state._fsdp_param_groups:
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [param._post_load_hook_handle for param in group.fsdp_params]
+    return handles
 
 
 def refuse_assigned(param: Any) -> None:
@@ -230,29 +269,18 @@ def undo(root: nn.Module, full: dict[int, Tensor]) -> None:
         root: the FSDP2 root.
         full: the value of each sharded parameter by its ``id``; becomes the data of a plain parameter.
     """
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp import FSDPModule
 
     for module in list(root.modules()):
-        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            module.__dict__.pop(key, None)
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        state._pre_forward_hook_handle.remove()
-        state._post_forward_hook_handle.remove()
-        for group in state._fsdp_param_groups:
-            for handles in (
-                group._module_to_pre_save_state_dict_hook_handle,
-                group._module_to_pre_load_state_dict_hook_handle,
-            ):
-                for handle in handles.values():
-                    handle.remove()
-            for param in group.fsdp_params:
-                sharded = param.sharded_param
-                param._post_load_hook_handle.remove()
-                param._setattr_on_modules(nn.Parameter(full[id(sharded)], sharded.requires_grad))
-        module.__class__ = type(module).__mro__[2]
-        del _module_state_mapping[module]
-        del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
+        if isinstance(module, FSDPModule):
+            for handle in _hook_handles(module):
+                handle.remove()
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for param in group.fsdp_params:
+                    sharded = param.sharded_param
+                    param._setattr_on_modules(nn.Parameter(full[id(sharded)], sharded.requires_grad))
+            module.__class__ = original_class(module)
+            del _module_state_mapping[module]
+        for name in attribute_names():
+            module.__dict__.pop(name, None)

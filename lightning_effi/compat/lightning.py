@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 __all__ = ["MultiProcessingLauncher"]  # starts processes by fork or spawn and brings rank 0's results back
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from datetime import timedelta
 
     import lightning.pytorch as pl
@@ -98,7 +101,8 @@ def unwrap_lightning_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def metrics_in_group(module: nn.Module, group: Any) -> None:
     """Let torchmetrics' metrics add up over ``group`` only, where the user has not chosen otherwise.
 
-    Their own ``process_group`` would do, but it cannot be copied with the module, as moving averages do.
+    They would take all ranks and count those that work on the same batch several times. Their own ``process_group``
+    would do, but it cannot be copied with the module, as moving averages do.
     """
     for metric in module.modules():
         if hasattr(metric, "dist_sync_fn") and metric.dist_sync_fn is None and metric.process_group is None:
@@ -135,21 +139,62 @@ def synced_log_keys(trainer: pl.Trainer) -> list[str]:
     return [key for key, sync in tensors.items() if sync.should and not sync.rank_zero_only]
 
 
-def allow_compiled_modules(strategy_type: type) -> None:
-    """Let ``trainer.fit(torch.compile(module))`` through for a strategy of our own.
+_serving_compiled: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    Lightning asks ``_verify_strategy_supports_compile``, which knows three of its own classes by name; the function is
-    wrapped where the Trainer looks it up, and every other strategy is still judged by Lightning.
+
+def allow_compiled_modules(strategy: Any) -> None:
+    """Let ``trainer.fit(torch.compile(module))`` through for ``strategy``, as long as it lives.
+
+    Lightning asks ``_verify_strategy_supports_compile``, which knows three of its own classes by name, before any hook
+    of the strategy. The function is wrapped where the Trainer looks it up, every other strategy is still judged by
+    Lightning, and with the last strategy that was allowed the wrapper is gone.
     """
     from lightning.pytorch.trainer import trainer as trainer_module
 
-    original = trainer_module._verify_strategy_supports_compile
+    if strategy in _serving_compiled:
+        return
+    if not _serving_compiled:
+        original = trainer_module._verify_strategy_supports_compile
 
-    def verify(model: Any, strategy: Any) -> None:
-        if not isinstance(strategy, strategy_type):
-            original(model, strategy)
+        def verify(model: Any, asking: Any) -> None:
+            if asking not in _serving_compiled:
+                original(model, asking)
 
-    trainer_module._verify_strategy_supports_compile = verify
+        verify.original = original  # type: ignore[attr-defined]
+        trainer_module._verify_strategy_supports_compile = verify
+    _serving_compiled.add(strategy)
+    weakref.finalize(strategy, _end_allowing_compiled_modules).atexit = False
+
+
+def _end_allowing_compiled_modules() -> None:
+    from lightning.pytorch.trainer import trainer as trainer_module
+
+    current = trainer_module._verify_strategy_supports_compile
+    if not list(_serving_compiled) and hasattr(current, "original"):
+        trainer_module._verify_strategy_supports_compile = current.original
+
+
+def around_zero_grad(trainer: pl.Trainer, context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], None]:
+    """Run the hooks between ``training_step`` and ``backward`` within ``context()``; returns how to undo it.
+
+    These are ``on_before_zero_grad`` and ``optimizer_zero_grad``, with automatic optimization; no strategy hook
+    surrounds them. The methods that call them are shadowed on the loop of this trainer alone.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    names = ("_on_before_zero_grad", "_optimizer_zero_grad")
+
+    def within(method: Callable[..., None], *args: Any) -> None:
+        with context():
+            method(*args)
+
+    for name in names:
+        setattr(loop, name, partial(within, getattr(loop, name)))
+
+    def undo() -> None:
+        for name in names:
+            loop.__dict__.pop(name, None)
+
+    return undo
 
 
 def registered_signal_handler(signum: int) -> list[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,26 @@ if TYPE_CHECKING:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """One axis named ``name`` over all ranks of ``mesh`` (``DeviceMesh._flatten``, torch 2.13-2.14)."""
     return mesh._flatten(name)
+
+
+def default_store(prefix: str, timeout: float) -> Any:
+    """A connection of its own to the key-value store behind the default process group (``_get_default_store``)."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = dist.PrefixStore(prefix, _get_default_store().clone())
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def message_counts() -> dict[str, int]:
+    """How many messages this process has sent through each of its process groups, by the group's name.
+
+    Names and counts (``_get_sequence_number_for_group``) are the same on all members that have done the same.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    return {name: group._get_sequence_number_for_group() for group, name in _world.pg_names.items()}
 
 
 def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> None:

@@ -118,5 +118,8 @@ class Engine:
         lightning_compat.optimizers_to_device(optimizers, torch.device("cpu"))
         return True
 
+    def leave(self) -> None:
+        """Take back what needs no other rank: hooks and shadowed methods. All that is left to do after a failure."""
+
     def explain(self, exception: BaseException) -> None:
         """Add a note to ``exception`` where the engine knows more about its cause."""

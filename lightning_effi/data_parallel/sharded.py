@@ -20,12 +20,14 @@ from lightning_effi.comm.broadcast import broadcast_states
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import fsdp as fsdp_compat
 from lightning_effi.data_parallel.buffers import BufferSync
+from lightning_effi.data_parallel.copies import WholeCopies
 from lightning_effi.data_parallel.engine import Engine, StepRoot
 from lightning_effi.data_parallel.group import LiveGroup
 from lightning_effi.data_parallel.optimizers import DetachedOptimizers
 from lightning_effi.data_parallel.plan import ROOT, ShardingPlan
 from lightning_effi.data_parallel.reduction import OrderedReduction
 from lightning_effi.modules.deferred import DeferredValues
+from lightning_effi.modules.undo import Undo
 from lightning_effi.sharded_tensors.functions import in_step, keep_gradient_hooks
 from lightning_effi.sharded_tensors.functions import run as run_function
 from lightning_effi.sharded_tensors.mixed import WholeWhereMixed
@@ -97,6 +99,8 @@ class ShardedEngine(Engine):
         self._reduction = OrderedReduction(
             self._groups, replicated, data_parallel_group, self._agreement, self._buffers
         )
+        self._undo = Undo()
+        self._watched: list[Optimizer] = []
         self._register_hooks()
 
     @property
@@ -113,6 +117,7 @@ class ShardedEngine(Engine):
         # A root policy that casts would turn the batch's float targets into low precision.
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         done: set[int] = set()
+        classes: dict[type, type] = {}
         scalars = {self.module.get_parameter(info.name) for info in self._plan.replicated}
         values = DeferredValues(self.module)
         for name in [*(g.module for g in self._plan.groups if g.module != ROOT), ROOT]:
@@ -130,8 +135,7 @@ class ShardedEngine(Engine):
             target = self.root if name == ROOT else unit
             reshard = not self._gather_all and name != ROOT
             fully_shard(target, mesh=fsdp_mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=others)
-            fsdp_compat.keep_class_name(target)
-            fsdp_compat.refuse_copies(target)
+            fsdp_compat.own_class(target, classes)
             done.update(id(buffer) for buffer in unit.buffers())
             for parameter in before:
                 self._take_over(names[id(parameter)], parameter)
@@ -167,22 +171,32 @@ class ShardedEngine(Engine):
         return live
 
     def _register_hooks(self) -> None:
-        self._handles: list[Any] = []
+        handles: list[Any] = []
         by_name = {group.name: group for group in self._groups}
         self._root_group = by_name.get(ROOT)
         in_root = self._root_group.parameter_names if self._root_group is not None else []
         for owner in {ROOT, *(name.rpartition(".")[0] for name in in_root)}:
             hook = self.module.get_submodule(owner).register_forward_pre_hook(self._gather_outside_step)
-            self._handles.append(hook)
+            handles.append(hook)
         if not self._gather_all:
             for name in by_name.keys() - {ROOT}:
                 hook = self.module.get_submodule(name).register_forward_pre_hook(partial(self._trace_call, name))
-                self._handles.append(hook)
-        self.module.__dict__["zero_grad"] = partial(self._zero_grad, self.module.zero_grad)
+                handles.append(hook)
+        for handle in handles:
+            self._undo.push(handle.remove)
+        self._shadow("zero_grad", partial(self._zero_grad, self.module.zero_grad))
         for name in _TOGGLES:
             toggle = getattr(self.module, name, None)
             if toggle is not None:
-                self.module.__dict__[name] = partial(self._toggle, toggle)
+                self._shadow(name, partial(self._toggle, toggle))
+        names = {*fsdp_compat.attribute_names(), "zero_grad", *_TOGGLES}
+        hooks = {*fsdp_compat.hook_keys(self.root), *(handle.id for handle in handles)}
+        self._undo.push(WholeCopies(self.module, names, hooks).remove)
+
+    def _shadow(self, name: str, method: Callable[..., None]) -> None:
+        """Let the module's ``name`` be ``method``, until this engine takes its changes back."""
+        self.module.__dict__[name] = method
+        self._undo.push(partial(self.module.__dict__.pop, name, None))
 
     def _zero_grad(self, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:
         """In the middle of a step the module's parameters are the full ones, and gradients are kept on the shards."""
@@ -320,12 +334,16 @@ class ShardedEngine(Engine):
     def watch(self, optimizer: Optimizer) -> None:
         """Let ``zero_grad`` also forget gradients that were not reduced yet."""
         original = optimizer.zero_grad
+        if optimizer in self._watched:
+            return
 
         def zero_grad(set_to_none: bool = True) -> None:
             original(set_to_none)
             if not self._keeps_unreduced:
                 self._reduction.discard({id(p) for group in optimizer.param_groups for p in group["params"]})
 
+        self._watched.append(optimizer)
+        self._undo.push(partial(_put_back, optimizer, "zero_grad", vars(optimizer).get("zero_grad")))
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def scale_gradients(self, factor: float) -> None:
@@ -360,13 +378,13 @@ class ShardedEngine(Engine):
         self.undo(optimizers)
         return True
 
+    def leave(self) -> None:
+        self._undo.run()
+
     def undo(self, optimizers: Sequence[Optimizer]) -> None:
         """Make the module an ordinary one on the CPU; all ranks must call this."""
         self.rest()
-        for handle in self._handles:
-            handle.remove()
-        for name in ("zero_grad", *_TOGGLES):
-            self.module.__dict__.pop(name, None)
+        self.leave()
         detached = DetachedOptimizers(optimizers, self.module)
         full = {id(p): _full(p) for group in self._groups for p in group.parameters}
         noted = {name: attributes(parameter) for name, parameter in self.module.named_parameters()}
@@ -407,6 +425,14 @@ class ShardedEngine(Engine):
                 f"lightning_effi: with zero_stage=3, the last block that this rank ran was '{self._trace[-1]}'. If a"
                 " collective timed out, compare this line over the ranks: all must run the same blocks"
             )
+
+
+def _put_back(owner: Any, name: str, value: Any) -> None:
+    """Give an object the attribute of its own that it had, or none."""
+    if value is None:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value
 
 
 def available_memory() -> float:

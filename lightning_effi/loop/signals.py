@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.modules.undo import Undo
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,8 +32,8 @@ class DeferredSignals:
         self._requeue_asked = False
         self._agreement: Agreement | None = None
 
-    def install(self, trainer: pl.Trainer, control_group: Any) -> None:
-        """Called when Lightning has registered its handlers."""
+    def install(self, trainer: pl.Trainer, control_group: Any, undo: Undo) -> None:
+        """Called when Lightning has registered its handlers, which puts back those before it by itself."""
         sigterm = lightning_compat.registered_signal_handler(signal.SIGTERM)
         if sigterm is not None:
             others = [handler for handler in sigterm if not lightning_compat.is_sigterm_notifier(handler)]
@@ -46,7 +47,9 @@ class DeferredSignals:
             signal.signal(requeue_signal, self._ask_for_requeue)
             # Lightning has no strategy hook at the end of a batch, and at the start of the next one its loader has
             # moved on already.
-            trainer.callbacks.append(_AfterBatch(self.after_batch))  # type: ignore[attr-defined]
+            callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            callbacks.append(after_batch := _AfterBatch(self.after_batch))
+            undo.push(partial(callbacks.remove, after_batch))
 
     def after_batch(self) -> None:
         """Answer a requeue signal that any rank received during the batch; all ranks call this."""
@@ -72,10 +75,6 @@ class _AfterBatch(Callback):
     @override
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self._after_batch()
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.callbacks.remove(self)  # type: ignore[attr-defined]
 
 
 class _SigtermFlag:

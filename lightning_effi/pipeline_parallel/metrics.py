@@ -20,16 +20,12 @@ class MetricSync:
     Args:
         module: whose metrics are meant.
         group: the ranks of the pipeline.
-        data_parallel_group: over which a metric adds up its state when it is computed; torchmetrics itself would take
-            all ranks and count those of one pipeline several times.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, data_parallel_group: Any) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
         self._metrics = {name: child for name, child in module.named_modules() if is_metric(child)}
         self._names = {id(metric): name for name, metric in self._metrics.items()}
-        for metric in self._metrics.values():
-            metric.process_group = data_parallel_group
 
     def portable(self, result: StepResult) -> StepResult:
         """With metrics replaced by their names."""

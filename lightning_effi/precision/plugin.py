@@ -107,6 +107,7 @@ class EffiPrecision(Precision):
         """The pipeline over which norms are taken; set by the strategy."""
         self._device = torch.device("cpu")
         self._is_connected = False
+        self._is_in_run = False
         self._steps = None if self.scaler is None else ScaledSteps(self.scaler, self._device, None)
         self._stock = self._stock_plugin()
         self._local_steps: dict[int, LocalStep] = {}
@@ -168,11 +169,23 @@ class EffiPrecision(Precision):
             hardware.refuse_without_float16(device, self.precision)
         if self._low is not None and not self._is_connected:
             hardware.warn_if_slow(device, self._low, self.precision)
-        self._is_connected = True
+        self._is_connected = self._is_in_run = True
         self._device = device
         if self.scaler is not None:
             self._steps = ScaledSteps(self.scaler, device, group)
         self._stock = self._stock_plugin()
+
+    def leave_run(self) -> None:
+        """The run of :meth:`use_device` is over."""
+        self._is_in_run = False
+
+    def _refuse_other_strategies(self) -> None:
+        if self.master_weights and not self._is_in_run:
+            raise ValueError(
+                "EffiPrecision(master_weights=True) keeps a second copy of each parameter for the optimizer, which only"
+                " EffiStrategy does: under this strategy everything would be computed in fp32. Use"
+                f" Trainer(strategy=EffiStrategy()), or precision={self.precision!r} without master_weights"
+            )
 
     def step_on_shards(self, optimizers: Sequence[Optimizer]) -> None:
         """Let these optimizers update plain local shards where that is known to be the same arithmetic.
@@ -199,6 +212,7 @@ class EffiPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
+        self._refuse_other_strategies()
         modules.restore(module)  # what a run that ended in an error left
         if self.scaler is not None:
             refuse_float16_parameters(module, self.precision)

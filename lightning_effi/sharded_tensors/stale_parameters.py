@@ -7,6 +7,7 @@ shared. The former parameter therefore hands whatever is done with it to the one
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -24,6 +25,9 @@ class EarlierParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = resolved(args, kwargs or {})
         return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(current(self), memo)
 
 
 def resolved(args: Any, kwargs: Any) -> tuple[Any, Any]:

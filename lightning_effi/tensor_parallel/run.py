@@ -22,6 +22,7 @@ from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.modules.deferred import DeferredValues
 from lightning_effi.modules.restore import restored
+from lightning_effi.modules.undo import Undo
 from lightning_effi.sharded_tensors.functions import run as run_function
 from lightning_effi.tensor_parallel.collectives import TensorGroup
 from lightning_effi.tensor_parallel.layers.apply import AppliedPlan
@@ -49,13 +50,10 @@ class TensorRun:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._module: nn.Module | None = None
         self._applied: AppliedPlan | None = None
         self._outside: WeightsOutsideLayers | None = None
         self._uses = UsesOfLogits()
         self._steps = 0
-        self._fastpath = True
-        self._eagerly = ExitStack()
         self.is_pending = False
 
     @property
@@ -67,22 +65,25 @@ class TensorRun:
         assert self._context.mesh is not None
         return self._context.mesh["tp"]
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, undo: Undo) -> None:
         """Equal values and equal randomness on all ranks, and the whole module on its device until the first step."""
-        context, self._module = self._context, module
+        context = self._context
         DeferredValues(module).fill_through(module)
         module.to(context.device)
         broadcast_states([*module.parameters(), *module.buffers()], dist.group.WORLD)
         agree_on_randomness(context.groups.tensor.control, context.data_parallel_rank)
-        dtensor_compat.quiet_sequential_gathers()
+        undo.push(dtensor_compat.quiet_sequential_gathers())
         lightning_compat.metrics_in_group(module, context.groups.data.device)
+        undo.push(partial(lightning_compat.metrics_everywhere, module))
         # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
-        self._fastpath = torch.backends.mha.get_fastpath_enabled()
+        undo.push(partial(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()))
         torch.backends.mha.set_fastpath_enabled(False)
         # torch.compile cannot look into split tensors; recomputation in backward must not meet it either. Where nothing
         # was compiled its frontend need not even be imported.
         if "torch._dynamo" in sys.modules:
-            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+            eagerly = ExitStack()
+            eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.push(eagerly.close)
         if compiled := [
             name or type(module).__name__ for name, m in module.named_modules() if torch_compat.is_compiled(m)
         ]:
@@ -150,11 +151,6 @@ class TensorRun:
 
     def undo(self) -> None:
         """Make the module whole again; all ranks must call this."""
-        self._eagerly.close()
-        if self.is_wanted:
-            torch.backends.mha.set_fastpath_enabled(self._fastpath)
-            if self._module is not None:
-                lightning_compat.metrics_everywhere(self._module)
         if self._applied is not None:
             self._applied.undo()
             self._applied = None

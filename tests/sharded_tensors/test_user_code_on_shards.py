@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache, partial
 from typing import Any
 
@@ -219,11 +218,6 @@ class ReplacesParameter(Untied):
         self.head.weight = nn.Parameter(torch.ones(17, 16, dtype=torch.float64))
 
 
-class CopiesItself(Untied):
-    def on_train_start(self) -> None:
-        copy.deepcopy(self.blocks)
-
-
 class AccumulationHook(Untied):
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +228,6 @@ class AccumulationHook(Untied):
     ("module", "message"),
     [
         (ReplacesParameter, "'head.weight' was replaced .* setup"),
-        (CopiesItself, "copy of Block .* Copy it in __init__"),
         (AccumulationHook, "'head.weight' has a hook .* on_after_backward"),
     ],
 )

@@ -109,7 +109,7 @@ class PipelineRunner:
         self._placement = place_stages(self._config.schedule, len(self._ranks), self._config.virtual_stages)
         self._live: dict[int, LiveStage] = {}
         self._told_count = False
-        self._metrics = MetricSync(self._module, group, context.groups.data.device)
+        self._metrics = MetricSync(self._module, group)
         self._traces: dict[Any, Trace] = {}
         self._structure: Any = None
         self._comparing = False
