@@ -156,9 +156,9 @@ def allow_compiled_modules(strategy: Any) -> None:
     if not _serving_compiled:
         original = trainer_module._verify_strategy_supports_compile
 
-        def verify(model: Any, asking: Any) -> None:
-            if asking not in _serving_compiled:
-                original(model, asking)
+        def verify(model: Any, strategy: Any) -> None:
+            if strategy not in _serving_compiled:
+                original(model, strategy)
 
         verify.original = original  # type: ignore[attr-defined]
         trainer_module._verify_strategy_supports_compile = verify

@@ -36,7 +36,8 @@ def message_counts() -> dict[str, int]:
     """
     from torch.distributed.distributed_c10d import _world
 
-    return {name: group._get_sequence_number_for_group() for group, name in _world.pg_names.items()}
+    groups: dict[Any, str] = dict(_world.pg_names)
+    return {name: group._get_sequence_number_for_group() for group, name in groups.items()}
 
 
 def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> None:

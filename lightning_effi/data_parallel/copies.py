@@ -43,7 +43,7 @@ class WholeCopies:
         for parameter in module.parameters():
             if hasattr(parameter, "full_tensor") and id(parameter) not in memo:
                 memo[id(parameter)] = _whole(parameter)
-        kind = fsdp_compat.original_class(module)
+        kind: Any = fsdp_compat.original_class(module)
         copied: nn.Module = kind.__new__(kind)
         memo[id(module)] = copied
         state: Any = module.__reduce_ex__(4)[2]  # as copy.deepcopy reads it; a LightningModule leaves its Trainer out
