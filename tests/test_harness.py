@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import lightning.pytorch as pl
@@ -23,6 +25,8 @@ from tests.harness import (
     run_reference,
     train_and_assert_parity,
 )
+from tests.harness.parity import relative_errors
+from tests.harness.record import RankRecord, Tensors, merge
 from tests.models import MODELS, ModelCase
 
 
@@ -164,6 +168,14 @@ def test_wrong_gradient_is_found_and_named() -> None:
         assert_parity(run(wrong), run_reference(right))
 
 
+def test_wrong_logged_value_is_found_whether_of_a_step_or_of_an_epoch() -> None:
+    reference = run_reference(Training(GPT.module, GPT.batches))
+    for key in ("train_loss", "train_loss_step", "train_loss_epoch"):
+        wrong = replace(reference, logged={**reference.logged, key: reference.logged[key] * 1.001})
+        with pytest.raises(AssertionError, match=f"logged {key}:"):
+            assert_parity(wrong, reference)
+
+
 def test_wrong_learning_rate_is_found() -> None:
     right = Training(GPT.module, GPT.batches, strategy="ddp", world_size=2)
     with pytest.raises(AssertionError, match=r"learning rates of step 1 are \[0\.4\], not \[0\.5\]"):
@@ -174,6 +186,42 @@ def test_ranks_that_drift_apart_are_found() -> None:
     training = Training(GPT.module, GPT.batches, strategy="ddp", world_size=2, callbacks=(DriftOnRankOne,))
     with pytest.raises(AssertionError, match=r"norm\.bias is held by rank 1 with other values"):
         run(training)
+
+
+def updated(weights: Sequence[float], steps: int, rate: float = 1.0, ulps: int = 0) -> tuple[Tensors, Tensors]:
+    """fp32 weights before and after equal updates of 1e-3, and what rounding may add to each element."""
+    start = torch.tensor(weights)
+    end = start.clone()
+    for _ in range(steps):
+        end -= 1e-3 * rate
+    return {"weight": start}, {"weight": end + ulps * torch.finfo(torch.float32).eps * start}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_one_unit_in_the_last_place_for_each_update_is_rounding(steps: int) -> None:
+    start, expected = updated([1.0, -1.0, 0.3], steps)
+    _, rounded = updated([1.0, -1.0, 0.3], steps, ulps=steps)
+    _, wrong = updated([1.0, -1.0, 0.3], steps, ulps=steps + 1)
+    assert relative_errors(rounded, expected, start, steps)["weight"] <= 1e-5
+    assert relative_errors(wrong, expected, start, steps)["weight"] > 1e-5
+    assert relative_errors(rounded, expected)["weight"] > 0.0  # a gradient has no such allowance
+
+
+@pytest.mark.parametrize("size", [1.0, 0.1], ids=["norm-weight", "matrix"])
+def test_a_step_that_is_a_thousandth_too_long_is_no_rounding(size: float) -> None:
+    start, expected = updated([size], 3)
+    _, longer = updated([size], 3, rate=1.001)
+    assert relative_errors(longer, expected, start, 3)["weight"] > 1e-5
+
+
+def test_nan_is_neither_zero_nor_close_to_anything() -> None:
+    zero, nan = RankRecord(losses=[0.0]), RankRecord(losses=[math.nan])
+    assert math.isnan(merge([nan, nan]).losses[0])
+    with pytest.raises(AssertionError, match="rank 1 has other losses"):
+        merge([zero, nan])
+    start, expected = updated([1.0], 1)
+    error = relative_errors({"weight": torch.tensor([math.nan])}, expected, start, 1)["weight"]
+    assert math.isnan(error)
 
 
 def initial_loss_and_number_of_blocks(case: ModelCase) -> tuple[float, int]:

@@ -121,4 +121,6 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b)
+    if a.dtype != b.dtype:
+        return False
+    return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)

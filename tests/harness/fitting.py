@@ -108,7 +108,7 @@ def assert_equals_single_process(run: Fit, bound: float = BOUND) -> list[Outcome
         start = expected.parameters[0]
         for batch, (ours, theirs) in enumerate(zip(outcome.parameters, expected.parameters, strict=True)):
             moved = start if batch else None
-            assert_tensors_close(f"{who}parameters after batch {batch}", ours, theirs, bound, start=moved)
+            assert_tensors_close(f"{who}parameters after batch {batch}", ours, theirs, bound, start=moved, steps=batch)
         assert outcome.logged == pytest.approx(expected.logged, rel=1e-7), who
         assert outcome.global_step == expected.global_step
     return outcomes

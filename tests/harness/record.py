@@ -32,6 +32,7 @@ class TrainingRecord:
         logged: ``trainer.callback_metrics`` after training, as rank 0 has them.
         global_step: ``trainer.global_step`` after training.
         observations: ``observation`` of each extra callback, per rank.
+        data_parallel_size: Number of ranks that saw different data.
     """
 
     losses: list[float]
@@ -42,6 +43,7 @@ class TrainingRecord:
     logged: dict[str, float]
     global_step: int
     observations: list[list[Any]]
+    data_parallel_size: int = 1
 
 
 @dataclass
@@ -162,6 +164,7 @@ def merge(records: list[RankRecord]) -> TrainingRecord:
         logged=first.logged,
         global_step=first.global_step,
         observations=[record.observations for record in records],
+        data_parallel_size=len(streams),
     )
 
 
@@ -170,4 +173,4 @@ def _ordered(tensors: Tensors, order: Mapping[str, int]) -> Tensors:
 
 
 def _same(a: list[float], b: list[float]) -> bool:
-    return torch.equal(torch.tensor(a).nan_to_num(), torch.tensor(b).nan_to_num())
+    return len(a) == len(b) and all(x == y or (x != x and y != y) for x, y in zip(a, b, strict=True))

@@ -61,7 +61,9 @@ def assert_outcomes_equal(
             assert torch.equal(outcome.parameters[0][name], initial), f"{who}{name} is initialised differently"
         for batch, (ours, theirs) in enumerate(zip(outcome.parameters, expected.parameters, strict=True)):
             if batch and batch % batches_per_step == 0:
-                assert_tensors_close(f"{who}parameters after batch {batch}", ours, theirs, bound, start=start)
+                assert_tensors_close(
+                    f"{who}parameters after batch {batch}", ours, theirs, bound, start=start, steps=batch
+                )
         assert outcome.logged == pytest.approx(expected.logged, rel=max(bound, 1e-6)), who
         assert outcome.global_step == expected.global_step, who
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_effi import TensorParallel
+from lightning_effi.compat import dtensor as dtensor_compat
 from tests.harness import (
     BatchList,
     Training,
@@ -75,8 +77,8 @@ def test_module_is_an_ordinary_one_again() -> None:
 
 
 def fit(strategy: Any, world_size: int, directory: str, steps: int, resume: bool, save: bool) -> dict[str, Tensor]:
-    module = gpt()
-    trainer = make_trainer(strategy, world_size, max_steps=steps, gradient_clip_val=0.1)
+    module = gpt().double()  # stock Lightning loads a checkpoint before it converts the module
+    trainer = make_trainer(strategy, world_size, max_steps=steps, gradient_clip_val=0.1, precision="64-true")
     trainer.fit(module, loader(2), ckpt_path=f"{directory}/saved.ckpt" if resume else None)
     return plain_state(module)
 
@@ -85,7 +87,7 @@ def fit_and_save(strategy: Any, world_size: int, directory: str) -> dict[str, Te
     module = gpt()
     saver = pl.callbacks.ModelCheckpoint(directory, filename="saved", every_n_train_steps=2, save_top_k=-1)
     trainer = make_trainer(
-        strategy, world_size, callbacks=[saver], max_steps=2, gradient_clip_val=0.1,
+        strategy, world_size, callbacks=[saver], max_steps=2, gradient_clip_val=0.1, precision="64-true",
         enable_checkpointing=True,
     )  # fmt: skip
     trainer.fit(module, loader(2))
@@ -147,10 +149,14 @@ def test_full_checkpoint_is_what_a_single_process_saves_and_resumes_there(tmp_pa
     resumed = launch(fit, "plain", str(tmp_path), 4, True, False)
     straight = launch(fit, "plain", str(tmp_path), 4, False, False)
     for name, value in straight.items():
-        torch.testing.assert_close(resumed[name], value, rtol=0, atol=5e-5)
+        torch.testing.assert_close(resumed[name], value, rtol=0, atol=1e-9)
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------------
+
+
+# torchmetrics' states and Lightning's means over an epoch are fp32, whatever the module computes in.
+FP32_METRICS = 1e-6
 
 
 class Evaluated(GPT):
@@ -192,19 +198,20 @@ def evaluate(strategy: Any, world_size: int) -> Any:
     module = Evaluated()
     rows = torch.cat(batches(7, rows=3))
     data = DataLoader(rows, batch_size=4)
-    trainer = make_trainer(strategy, world_size, max_steps=3, num_sanity_val_steps=1)
+    exact: dict[str, Any] = {"precision": "64-true"}
+    trainer = make_trainer(strategy, world_size, max_steps=3, num_sanity_val_steps=1, **exact)
     trainer.fit(module, DataLoader(rows, batch_size=4, shuffle=True), data)
     fitted = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    validated = make_trainer(strategy, world_size).validate(module, data, verbose=False)
-    predicted = make_trainer(strategy, world_size).predict(module, data)
+    validated = make_trainer(strategy, world_size, **exact).validate(module, data, verbose=False)
+    predicted = make_trainer(strategy, world_size, **exact).predict(module, data)
     return fitted, validated, torch.cat(predicted)
 
 
 def test_evaluation_counts_every_row_once_and_shuffling_loaders_keep_one_order() -> None:
     fitted, validated, predicted = run_isolated(evaluate, None, 1)
     for ours in run_distributed(evaluate, 2, TP2, 2):
-        assert ours[0] == pytest.approx(fitted, rel=1e-4)
-        assert ours[1][0] == pytest.approx(validated[0], rel=1e-4)
+        assert ours[0] == pytest.approx(fitted, rel=FP32_METRICS)
+        assert ours[1][0] == pytest.approx(validated[0], rel=FP32_METRICS)
         assert ours[1][0]["total"] == ours[1][0]["rows"] == 21.0
         assert torch.equal(ours[2], predicted)
 
@@ -362,9 +369,23 @@ def _train_with_plan(kind: str, plan: Any) -> None:
     train(kind, tensor=TensorParallel(plan=plan))
 
 
+class Held(pl.Callback):
+    """Observes the shapes of the weights that this rank holds of the first block."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        weights = {name: pl_module.get_submodule(f"blocks.0.{name}").weight for name in USER_PLAN}
+        self.observation = {name: tuple(dtensor_compat.local_tensor(w).shape) for name, w in weights.items()}
+
+
+USER_PLAN = {"attention.qkv": "column_packed:16,16,16", "attention.proj": "replicate", "mlp.0": "column_gather"}
+
+
 def test_user_plan_is_carried_out() -> None:
-    plan = {"*.attention.qkv": "column_packed:16,16,16", "*.attention.proj": "row", "*.mlp.0": "column_gather"}
-    run_distributed(_train_with_plan, 2, "gpt-tied", plan)
+    plan = {f"*.{name}": style for name, style in USER_PLAN.items()}
+    strategy = {**TP2, "tensor": TensorParallel(plan=plan)}
+    record = train_and_assert_parity(Training(GPT, batches, strategy=strategy, world_size=2, callbacks=(Held,)))
+    for [held] in record.observations:
+        assert held == {"attention.qkv": (24, 16), "attention.proj": (16, 16), "mlp.0": (32, 16)}
 
 
 # -- habits of users' modules ----------------------------------------------------------------------------------------
@@ -407,8 +428,8 @@ class ByHand(GPT):
 def train_by_hand(strategy: Any, world_size: int) -> Any:
     pl.seed_everything(5, verbose=False)
     module = ByHand()
-    make_trainer(strategy, world_size, max_steps=3).fit(module, loader())
-    hidden = torch.ones(1, 4, 16)
+    make_trainer(strategy, world_size, max_steps=3, precision="64-true").fit(module, loader())
+    hidden = torch.ones(1, 4, 16, dtype=torch.float64)
     for block in module.average[0]:
         hidden = block(hidden)
     return plain_state(module), hidden.detach(), plain_state(module.average[0])
@@ -418,10 +439,10 @@ def test_manual_optimization_and_a_copied_average_equal_single_process() -> None
     state, hidden, average = run_isolated(train_by_hand, None, 1)
     for ours in run_distributed(train_by_hand, 2, TP2, 2):
         for name, value in state.items():
-            torch.testing.assert_close(ours[0][name], value, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours[0][name], value, rtol=0, atol=1e-9)
         for name, value in average.items():
-            torch.testing.assert_close(ours[2][name], value, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(ours[1], hidden, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(ours[2][name], value, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours[1], hidden, rtol=0, atol=1e-9)
 
 
 def checkpointing_llama(**settings: Any) -> pl.LightningModule:
