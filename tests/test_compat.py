@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import fsdp as fsdp_compat
@@ -762,3 +764,20 @@ def test_ranks_leave_notes_and_messages_are_counted() -> None:
     assert first[:2] == ("rank 1", 1)
     assert second[:2] == ("rank 0", 1)
     assert first[2] == second[2]
+
+
+@relies_on("torch.backward_in_modes", "torch.autograd.graph._engine_run_backward")
+def test_recomputation_in_backward_is_seen_by_modes() -> None:
+    seen: list[str] = []
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Notes():
+        loss = checkpoint(torch.sin, x, use_reentrant=False).sum()
+        torch_compat.backward_in_modes(loss)
+    assert seen.count("sin") == 2
+    assert torch.equal(x.grad, x.detach().cos())

@@ -88,6 +88,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_in_modes(loss: Tensor) -> None:
+    """``loss.backward()`` such that recomputation within it is seen by the function modes that are active now.
+
+    ``loss.backward()`` is itself seen by them, and a mode is off while it handles a function (torch 2.12-2.14).
+    """
+    from torch.autograd.graph import _engine_run_backward
+
+    _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 @contextmanager
 def total_norm_replaced(replacement: Callable[..., Tensor] | None) -> Iterator[None]:
     """Let ``torch.nn.utils.clip_grad_norm_`` take the norm of its gradients from ``replacement(gradients, norm_type)``.

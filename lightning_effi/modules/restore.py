@@ -89,6 +89,13 @@ def of_size_one(loss: Tensor) -> Tensor:
     return loss / loss.detach().abs().clamp(min=1.0)
 
 
+def backward_of(loss: Tensor) -> None:
+    """Gradients of :func:`of_size_one`. Unlike ``loss.backward()``, what is recomputed on the way sees the modes that
+    the forward saw (:class:`NoDropout`).
+    """
+    torch_compat.backward_in_modes(of_size_one(loss))
+
+
 def plain_gradients(module: nn.Module, step: Callable[..., Any], *args: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Loss and gradients of ``step(*args)`` for the parameters of a plain module; its gradients are cleared.
 
@@ -97,7 +104,7 @@ def plain_gradients(module: nn.Module, step: Callable[..., Any], *args: Any) -> 
     for parameter in module.parameters():
         parameter.grad = None
     loss = loss_of(step(*args))
-    of_size_one(loss).backward()
+    backward_of(loss)
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.requires_grad}
     for parameter in module.parameters():
         parameter.grad = None

@@ -267,8 +267,14 @@ def _all_reduce(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 def _local_part(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
     if len(pieces) == 1:
-        return tensor.narrow(dim, *part_of(pieces[0], group.rank, group.size)).contiguous()
+        return tensor.narrow(dim, *part_of(pieces[0], group.rank, group.size)).clone()  # its dims in the same order
     return tensor.index_select(dim, rows_of(group.rank, pieces, group.size).to(tensor.device))
+
+
+def laid_out_like(model: Tensor, values: Tensor) -> Tensor:
+    """``values`` with the dims in memory in the order of those of ``model``, in which random numbers fill them."""
+    order = sorted(range(model.dim()), key=lambda dim: -model.stride(dim))
+    return values.permute(order).contiguous().permute([order.index(dim) for dim in range(model.dim())])
 
 
 def _whole(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
@@ -293,7 +299,7 @@ def _part_of_sum(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: Tenso
         rows = ordered.index_copy(0, slots.order.to(tensor.device), rows)
     mine = torch.empty((height, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
     torch_compat.reduce_scatter_rows(mine, rows, group.process_group)
-    return mine[: slots.rows[group.rank]].movedim(0, dim).contiguous()
+    return laid_out_like(tensor, mine[: slots.rows[group.rank]].movedim(0, dim))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,9 @@
 """Random numbers inside a tensor-parallel group.
 
 Replicated activations must be dropped alike on all ranks of a group, or they are no longer replicated; parts must be
-dropped independently of each other. So all ranks draw from equal generators, and an operator on a part is seeded from
-the next number of that common stream and the rank. Recomputation in backward restores the stream and so the masks.
+dropped independently of each other. So all ranks draw from equal generators, and for parts they draw for the whole (see
+:mod:`lightning_effi.tensor_parallel.rules.draws`): the common stream moves on as that of one process. Recomputation in
+backward restores the stream and so the masks.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ import torch
 
 
 @contextmanager
-def per_rank(rank: int, device: torch.device) -> Iterator[None]:
-    """Inside, the generator of ``device`` is this rank's own; the common stream moves on by one number."""
-    seed = int(torch.randint(2**62, ()))
-    module = torch.cuda if device.type == "cuda" else torch.random
-    state = module.get_rng_state()
-    module.manual_seed(seed + rank)
+def own_draws(rank: int, device: torch.device, ratio: float) -> Iterator[None]:
+    """Inside, a kernel that draws for itself (fused attention on CUDA) draws numbers of this rank's own.
+
+    Afterwards the common stream has moved on by as much as the kernel would have moved it for the whole, of which the
+    part is one ``ratio``-th: by heads.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    state, offset = generator.get_state(), generator.get_offset()
+    generator.manual_seed((generator.initial_seed() + (offset + 1) * 0x9E3779B97F4A7C15 + rank) % (1 << 63))
     try:
         yield
     finally:
-        module.set_rng_state(state)
+        drawn = generator.get_offset()
+        generator.set_state(state)
+        generator.set_offset(offset + round(drawn * ratio))
 
 
 def agree_on_randomness(group: Any, data_parallel_rank: int) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_effi.comm.broadcast import broadcast_states
-from lightning_effi.modules.restore import NoDropout, copied, loss_of, of_size_one, plain_gradients, restored, silent
+from lightning_effi.modules.restore import NoDropout, backward_of, copied, loss_of, plain_gradients, restored, silent
 from lightning_effi.modules.state_changes import undone_writes
 from lightning_effi.verify.compare import Comparison, compare_tensors
 
@@ -106,7 +106,7 @@ class RunProbe:
             with self._context.precision.train_step_context():
                 loss = loss_of(engine.run_step(over(module.training_step), *args))
             engine.before_backward(loss)
-            of_size_one(loss).backward()
+            backward_of(loss)
             engine.after_backward()
             engine.rest()
         gradients = {}

@@ -18,6 +18,7 @@ from lightning_effi.sharded_tensors.names import is_in_place
 from lightning_effi.tensor_parallel.collectives import take
 from lightning_effi.tensor_parallel.rules import (
     attention,
+    draws,
     elementwise,
     gradients,
     layers,
@@ -45,6 +46,7 @@ RULES: dict[str, Rule] = {
     **layers.RULES,
     **attention.RULES,
     **vocabulary.RULES,
+    **draws.RULES,
     **gradients.RULES,
 }
 

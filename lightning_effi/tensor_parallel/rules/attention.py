@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_effi.tensor_parallel.randomness import per_rank
+from lightning_effi.tensor_parallel.randomness import own_draws
+from lightning_effi.tensor_parallel.rules.draws import part_of_noise
 from lightning_effi.tensor_parallel.split import CannotSplitError, Split, SplitTensor, aligned, wrap
 
 Args = tuple[Any, ...]
@@ -40,10 +43,47 @@ def scaled_dot_product_attention(func: Callable[..., Any], args: Args, kwargs: K
     mask = given.get("attn_mask")
     if isinstance(mask, Tensor):
         given["attn_mask"] = aligned(mask, split, 3)
-    if given.get("dropout_p", 0.0) > 0.0:
-        with per_rank(split.group.rank, query.device):
+    if not given.get("dropout_p", 0.0):
+        return wrap(func(**given), split)
+    if query.device.type == "cuda":
+        with own_draws(split.group.rank, query.device, split.size / query.shape[-3]):
             return wrap(func(**given), split)
-    return wrap(func(**given), split)
+    given.pop("enable_gqa", None)
+    return wrap(_with_dropout(split=split, **given), split)
+
+
+def _with_dropout(
+    split: Split,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Torch's own composition for CPUs, with this rank's part of the mask that one process draws.
+
+    ``split`` is that of ``query [..., heads, positions, width]``; ``key`` and ``value`` may have fewer heads.
+    """
+    plain = [t.as_subclass(Tensor) for t in (query, key, value)]
+    precise = torch.float32 if query.dtype.itemsize < 4 else query.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, v = (t.to(precise).repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in plain)
+        root = math.sqrt(q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = (q * root) @ (k * root).mT
+        hidden = torch.ones_like(scores[..., :1, :, :], dtype=torch.bool).triu(1) if is_causal else None
+        if attn_mask is not None:
+            attn_mask = attn_mask.as_subclass(Tensor)
+            hidden = ~attn_mask if attn_mask.dtype == torch.bool else None
+            scores = scores if hidden is not None else scores + attn_mask
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -math.inf)
+        # a query that sees nothing has weights of zero
+        blind = scores.isneginf().all(-1, keepdim=True)
+        weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+        noise = part_of_noise(weights, split, dropout_p, weights.dim() - 3)
+        return (weights * noise @ v).to(query.dtype)
 
 
 def _heads_of(tensor: Tensor, split: Split) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions that treat each element alike, with broadcasting; and those among them that draw random numbers."""
+"""Functions that treat each element alike, with broadcasting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_effi.sharded_tensors.names import is_in_place
-from lightning_effi.tensor_parallel.randomness import per_rank
 from lightning_effi.tensor_parallel.split import Split, SplitTensor, aligned, split_tensors, wrap
 
 # fmt: off
@@ -31,7 +30,6 @@ _NAMES = """
     zeros_like ones_like full_like empty_like alias
 """.split()  # noqa: SIM905
 # fmt: on
-_RANDOM = ["dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "bernoulli", "rrelu"]
 
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,15 +75,6 @@ def _local(leaf: Any) -> Any:
     return leaf.as_subclass(Tensor) if isinstance(leaf, SplitTensor) else leaf
 
 
-def random_elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As :func:`elementwise`; each rank draws numbers of its own for its part."""
-    [first, *_] = split_tensors(args, kwargs)
-    if first.placement.dim is None:
-        return elementwise(func, args, kwargs)
-    with per_rank(first.placement.group.rank, first.device):
-        return elementwise(func, args, kwargs)
-
-
 def merged(operands: list[SplitTensor]) -> Split:
     """The split of the first operand, with the sources of all."""
     sources = frozenset().union(*(t.placement.sources for t in operands))
@@ -103,8 +92,4 @@ def _rewrapped(output: Any, split: Split, args: tuple[Any, ...]) -> Any:
     return wrap(output, split)
 
 
-RULES: dict[str, Any] = (
-    dict.fromkeys(_NAMES, elementwise)
-    | dict.fromkeys(["to", "type_as"], conversion)
-    | dict.fromkeys(_RANDOM, random_elementwise)
-)
+RULES: dict[str, Any] = dict.fromkeys(_NAMES, elementwise) | dict.fromkeys(["to", "type_as"], conversion)
