@@ -273,7 +273,8 @@ def _local_part(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: Tensor
 
 def laid_out_like(model: Tensor, values: Tensor) -> Tensor:
     """``values`` with the dims in memory in the order of those of ``model``, in which random numbers fill them."""
-    order = sorted(range(model.dim()), key=lambda dim: -model.stride(dim))
+    strides = model.stride()
+    order = sorted(range(model.dim()), key=lambda dim: -strides[dim])
     return values.permute(order).contiguous().permute([order.index(dim) for dim in range(model.dim())])
 
 
