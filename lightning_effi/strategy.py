@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -249,6 +248,7 @@ class EffiStrategy(MeshStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._checkpoint.refuse_remote(trainer)
         self.precision.use_device(self.root_device, self.context.groups.run.device)
         self.undo.push(self.precision.leave_run)
         self.assembly.build(trainer, self.lightning_module)
@@ -426,7 +426,8 @@ class EffiStrategy(MeshStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._checkpoint.load(Path(checkpoint_path), self.checkpoint_io, weights_only)
+        group = self.context.groups.run.control
+        return self._checkpoint.load(checkpoint_path, self.checkpoint_io, weights_only, group)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -473,6 +474,7 @@ class EffiStrategy(MeshStrategy):
         self.precision.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     @property
     def is_interrupted(self) -> bool:

@@ -38,7 +38,7 @@ def load_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """``module.load_state_dict`` with full tensors, whether or not the module is sharded already.
+    """``module.load_state_dict`` with full tensors, or this rank's parts of them; the module may be sharded already.
 
     Values of a module on ``meta`` are put in place instead of copied.
     """
@@ -51,7 +51,17 @@ def load_model(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """``optimizer.load_state_dict`` with full moments, sharded as the optimizer's parameters are."""
+    """``optimizer.load_state_dict`` with full moments, or this rank's parts, sharded as its parameters are."""
+    own = by_position(optimizer, state)
+    sharded = {
+        position: {key: shard_like(value, own[position]) for key, value in entries.items()}
+        for position, entries in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": sharded})
+
+
+def by_position(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[int, Tensor]:
+    """The optimizer's parameters by their position in a state dict."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     positions = [position for group in state["param_groups"] for position in group["params"]]
     if len(positions) != len(parameters):
@@ -59,9 +69,4 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             f"the checkpoint's {type(optimizer).__name__} has {len(positions)} parameters, this one has"
             f" {len(parameters)}: was it saved by another configure_optimizers?"
         )
-    by_position = dict(zip(positions, parameters, strict=True))
-    sharded = {
-        position: {key: shard_like(value, by_position[position]) for key, value in entries.items()}
-        for position, entries in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": sharded})
+    return dict(zip(positions, parameters, strict=True))

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_effi.checkpoint import full, sharded, stages
+from lightning_effi.checkpoint.stored import read_model, read_optimizers
+from lightning_effi.comm.agreement import Agreement
 from lightning_effi.comm.gather import gather_full
 from lightning_effi.compat import lightning as lightning_compat
 
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
     from lightning_effi.context import RunContext
     from lightning_effi.data_parallel.engine import Engine
     from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
+
+T = TypeVar("T")
 
 _MEETING_TIME = timedelta(seconds=8)
 
@@ -68,7 +78,6 @@ class RunCheckpoint:
         self._is_sharded = settings.format == "sharded"
         self._broadcast = broadcast
         self._barrier = barrier
-        self._loaded_directory: Path | None = None
 
     def model_state(self, held: Held, *, after_error: bool) -> dict[str, Any]:
         """``full``: everything on rank zero. ``sharded``: each rank's own part. All ranks must call this."""
@@ -95,15 +104,16 @@ class RunCheckpoint:
         self, held: Held, checkpoint: dict[str, Any], filepath: Any, io: CheckpointIO, storage_options: Any | None
     ) -> None:
         """Write a checkpoint that Lightning has put together from the two methods above."""
+        local = local_path(filepath)
         if not self._is_sharded:
             if held.context.is_first_rank:
-                with sharded.moved_aside(Path(filepath)):
+                with nullcontext() if local is None else sharded.moved_aside(local):
                     io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options are not used with checkpoints='sharded', which writes a directory itself")
         sharded.save(
-            Path(self._broadcast(str(filepath))),
+            _mounted(self._broadcast(str(filepath))),
             checkpoint,
             held.optimizers,
             held.module,
@@ -112,17 +122,32 @@ class RunCheckpoint:
             merge=None if held.stages is None else partial(stages.merge_stages, held.stages),
         )
 
-    def load(self, path: Path, io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint of either format; tensors of a directory are read later, where they are needed."""
-        path = Path(self._broadcast(str(path)))
-        if sharded.is_sharded_checkpoint(path):
-            self._loaded_directory = path
-            return sharded.load(path, weights_only)
-        self._loaded_directory = None
-        if path.is_dir():
+    def refuse_remote(self, trainer: pl.Trainer) -> None:
+        """Before the run: where a callback is going to save to a place that the format cannot write to."""
+        if self._is_sharded:
+            for callback in trainer.checkpoint_callbacks:
+                if folder := getattr(callback, "dirpath", None):
+                    _mounted(folder)
+
+    def load(self, path: Any, io: CheckpointIO, weights_only: bool | None, group: Any) -> dict[str, Any]:
+        """Read a checkpoint of either format; tensors of a directory are read later, where they are needed.
+
+        Args:
+            path: or URL.
+            io: reads what is not a directory.
+            weights_only: ``False`` is the caller's word that code in the file may run.
+            group: all ranks, with a backend for objects; ``None`` without process groups.
+        """
+        path = self._broadcast(str(path))
+        local = local_path(path)
+        if local is not None and sharded.is_sharded_checkpoint(local):
+            return _agreed(group, lambda: sharded.load(local, weights_only))
+        if local is not None and local.is_dir() and type(io) is TorchCheckpointIO:
             raise ValueError(f"'{path}' is a directory, but not a complete checkpoint of this package")
-        if path.is_file():
-            return full.load_file(path, weights_only)
+        if local is not None and local.is_file() and type(io) is TorchCheckpointIO:
+            return full.load_file(local, weights_only)
+        if isinstance(io, (TorchCheckpointIO, AsyncCheckpointIO)):  # from some places they would read code as well
+            weights_only = weights_only is not False
         return io.load_checkpoint(path, weights_only=weights_only)
 
     def load_model(self, held: Held, checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -130,30 +155,29 @@ class RunCheckpoint:
         held.settle()
         state = checkpoint["state_dict"]
         if held.stages is not None:  # what did not fit into one process is still split: each takes its part
-            state = stages.of_this_stage(held.module, state, is_directory=self._loaded_directory is not None)
-        if self._loaded_directory is not None:
-            sharded.load_model(self._loaded_directory, held.module, state, strict)
-        else:
-            full.load_model(held.module, state, strict)
+            state = stages.of_this_stage(held.module, state)
+        read = _agreed(held.context.groups.run.control, lambda: read_model(state, held.module.state_dict()))
+        full.load_model(held.module, read, strict)
 
     def load_optimizers(self, held: Held, checkpoint: Mapping[str, Any]) -> None:
-        """Fill the optimizers, whose parameters are sharded by now."""
+        """Fill the optimizers, whose parameters are sharded by now; none where a hook has taken their states out."""
         states, optimizers = checkpoint["optimizer_states"], held.optimizers
+        if not states:
+            if optimizers:
+                rank_zero_info("lightning_effi: the checkpoint has no optimizer states, so the optimizers start afresh")
+            return
         if len(states) != len(optimizers):
             raise ValueError(f"the checkpoint has {len(states)} optimizers, this run has {len(optimizers)}")
         states = self._of_this_stage(held, states)
-        if self._loaded_directory is not None:
-            sharded.load_optimizers(self._loaded_directory, optimizers, states, held.module)
-            return
-        for optimizer, state in zip(optimizers, states, strict=True):
+        own = [full.by_position(optimizer, state) for optimizer, state in zip(optimizers, states, strict=True)]
+        read = _agreed(held.context.groups.run.control, lambda: read_optimizers(states, own))
+        for optimizer, state in zip(optimizers, read, strict=True):
             full.load_optimizer(optimizer, state)
 
     def _of_this_stage(self, held: Held, states: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """What is loaded into a module that is split already, as LearningRateFinder does: each stage takes its part."""
         if held.stages is None:
             return states
-        if self._loaded_directory is not None:
-            return [stages.entry_of_this_stage(entry, held.stages) for entry in states]
         names = held.stages.optimizer_names
         return [
             stages.optimizer_of_this_stage(state, each, held.stages) for state, each in zip(states, names, strict=True)
@@ -173,3 +197,34 @@ def _meet(held: Held) -> None:
             raise RuntimeError(
                 "no checkpoint was written after the error, since not all ranks came to save their shards"
             ) from error
+
+
+def _agreed(group: Any, read: Callable[[], T]) -> T:
+    """What ``read`` finds. Where it fails on any rank it fails on all of them, before anything is changed."""
+    failure: ValueError | None = None
+    try:
+        found = read()
+    except ValueError as error:
+        failure = error
+    if group is not None:
+        for rank, message in enumerate(Agreement(group).gather(None if failure is None else str(failure))):
+            if message is not None:
+                raise ValueError(f"on rank {rank}: {message}") from failure
+    if failure is not None:
+        raise failure
+    return found
+
+
+def local_path(path: Any) -> Path | None:
+    """The path that a path or URL has in the file system of this machine; ``None`` where it is elsewhere."""
+    filesystem, stripped = url_to_fs(str(path))
+    return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
+
+
+def _mounted(path: Any) -> Path:
+    if (local := local_path(path)) is None:
+        raise ValueError(
+            f"checkpoints='sharded' writes to folders that every rank has mounted, and '{path}' is none; use one,"
+            " or checkpoints='full'"
+        )
+    return local

@@ -7,7 +7,6 @@ that a directory of the right name is always a whole checkpoint.
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_effi.checkpoint.directory import METADATA_FILE, Directory
 from lightning_effi.checkpoint.full import tied_names
+from lightning_effi.checkpoint.stored import stored_tensor
 from lightning_effi.compat import lightning as lightning_compat
 
 TRAINER_FILE = "trainer.pt"
@@ -28,7 +28,7 @@ _UNFINISHED = ".unfinished"
 
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether ``path`` is a directory written by :func:`save`."""
-    return path.is_dir() and (path / TRAINER_FILE).is_file() and (path / ".metadata").is_file()
+    return path.is_dir() and (path / TRAINER_FILE).is_file() and (path / METADATA_FILE).is_file()
 
 
 def save(
@@ -59,8 +59,12 @@ def save(
     tensors, rest["state_dict"] = _split_model(rest["state_dict"], tied_names(module))
     if "optimizer_states" in rest:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
+        states = rest["optimizer_states"]
+        if states and len(states) != len(optimizers):
+            raise ValueError(f"the checkpoint has {len(states)} optimizer states, this run has {len(optimizers)}")
         rest["optimizer_states"] = [
-            _split_optimizer(index, optimizer, names, tensors) for index, optimizer in enumerate(optimizers)
+            _split_optimizer(index, optimizer, state, names, tensors)
+            for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False))
         ]
     if merge is not None:
         merge(tensors, rest)
@@ -78,49 +82,41 @@ def save(
 
 
 def load(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Read everything but the tensors; ``state_dict`` still holds names, see :func:`load_model`."""
-    return torch.load(path / TRAINER_FILE, map_location="cpu", weights_only=weights_only is not False)
+    """As Lightning's own, with tensors whose values have not been read (:func:`stored_tensor`).
+
+    Raises:
+        ValueError: naming the file that cannot be read, or does not fit the others.
+    """
+    directory, file = Directory(path), path / TRAINER_FILE
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+        described = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {
+            key: stored_tensor(directory, f"model.{source}") for key, source in described["tensors"].items()
+        } | described["others"]
+        if "optimizer_states" in checkpoint:
+            checkpoint["optimizer_states"] = [
+                _join_optimizer(directory, index, entry) for index, entry in enumerate(checkpoint["optimizer_states"])
+            ]
+    except Exception as error:  # what was tampered with raises anything
+        raise ValueError(f"'{file}' cannot be read: {error}") from error
+    return checkpoint
 
 
-def load_model(path: Path, module: nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
-    """Fill ``module`` (intact or sharded) from the directory, each rank reading only what it holds."""
-    current = module.state_dict()
-    sources = saved["tensors"]
-    wanted = {key: source for key, source in sources.items() if key in current}
-    targets = {f"model.{source}": torch.empty_like(current[key], device=_device(current[key]))
-               for key, source in wanted.items()}  # fmt: skip
-    _read(path, targets)
-    state: dict[str, Any] = {key: targets[f"model.{source}"] for key, source in wanted.items()}
-    # what only one side has is left to load_state_dict, which names it
-    state.update({key: torch.empty(0) for key in sources if key not in current})
-    state.update(saved["others"])
-    on_meta = any(isinstance(value, Tensor) and value.is_meta for value in current.values())
-    module.load_state_dict(state, strict=strict, assign=on_meta)
-
-
-def load_optimizers(
-    path: Path, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]], module: nn.Module
-) -> None:
-    """Fill the optimizers' states from the directory, each rank reading only its shards."""
-    parameters = dict(module.named_parameters())
-    for index, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
-        targets: dict[str, Tensor] = {}
-        state: dict[int, dict[str, Any]] = {}
-        positions = {name: position for position, name in enumerate(n for g in entry["names"] for n in g)}
-        for name, keys in entry["tensors"].items():
-            parameter = parameters[name]
-            for key, (shape, dtype) in keys.items():
-                target = _empty_state(parameter, tuple(shape), dtype)
-                targets[f"optimizer.{index}.{name}.{key}"] = target
-                state.setdefault(positions[name], {})[key] = target
-        _read(path, targets)
-        for name, values in entry["others"].items():
-            state.setdefault(positions[name], {}).update(values)
-        groups = [
-            {**options, "params": [positions[name] for name in names]}
-            for options, names in zip(entry["groups"], entry["names"], strict=True)
-        ]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+def _join_optimizer(directory: Directory, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of an optimizer from what :func:`_split_optimizer` wrote."""
+    positions = {name: position for position, name in enumerate(name for names in entry["names"] for name in names)}
+    state: dict[int, dict[str, Any]] = {}
+    for name, keys in entry["tensors"].items():
+        found = {key: stored_tensor(directory, f"optimizer.{index}.{name}.{key}") for key in keys}
+        state.setdefault(positions[name], {}).update(found)
+    for name, values in entry["others"].items():
+        state.setdefault(positions[name], {}).update(values)
+    groups = [
+        {**options, "params": [positions[name] for name in names]}
+        for options, names in zip(entry["groups"], entry["names"], strict=True)
+    ]
+    return {"state": {position: state[position] for position in sorted(state)}, "param_groups": groups}
 
 
 def _split_model(state: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -138,13 +134,16 @@ def _split_model(state: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[dic
 
 
 def _split_optimizer(
-    index: int, optimizer: Optimizer, names: dict[int, str], tensors: dict[str, Any]
+    index: int, optimizer: Optimizer, state: Mapping[str, Any], names: dict[int, str], tensors: dict[str, Any]
 ) -> dict[str, Any]:
+    """As :func:`_split_model`, of the state dict that the checkpoint has: hooks may have changed it."""
     optimizer = lightning_compat.unwrap_lightning_optimizer(optimizer)
+    by_group = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    by_position = [name for group in by_group for name in group]
     described: dict[str, dict[str, Any]] = {}
     others: dict[str, dict[str, Any]] = {}
-    for parameter, entries in optimizer.state.items():
-        name = names[id(parameter)]
+    for position, entries in state["state"].items():
+        name = by_position[position]
         for key, value in entries.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{index}.{name}.{key}"] = value
@@ -154,27 +153,9 @@ def _split_optimizer(
     return {
         "tensors": described,
         "others": others,
-        "names": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+        "names": by_group,
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]],
     }
-
-
-def _empty_state(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if shape == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=dtype).detach()
-    return torch.empty(shape, dtype=dtype)
-
-
-def _device(tensor: Tensor) -> torch.device:
-    return torch.device("cpu") if tensor.is_meta else tensor.device
-
-
-def _read(path: Path, targets: dict[str, Tensor]) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    if targets:
-        alone = not (dist.is_available() and dist.is_initialized())
-        dcp.load(targets, storage_reader=_safe_reader(path), no_dist=alone)
 
 
 def _replace(unfinished: Path, path: Path) -> None:
@@ -206,47 +187,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """DCP's ``.metadata`` is a pickle: allow what describes tensors, and nothing else."""
-
-    _MODULES = (
-        "torch.distributed.checkpoint.metadata",
-        "torch.distributed.checkpoint.filesystem",
-        "torch.distributed.checkpoint.planner",
-    )
-    _NAMES = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch", "device"),
-            ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "Path"),
-            ("builtins", "set"),
-            ("builtins", "frozenset"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if module in self._MODULES or (module, name) in self._NAMES or is_dtype:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"a checkpoint's .metadata must not contain {module}.{name}")
-
-
-def _safe_reader(path: Path) -> Any:
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-
-    class SafeReader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            with (path / ".metadata").open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-            if getattr(metadata, "storage_meta", None) is None:
-                metadata.storage_meta = StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
-            return metadata
-
-    return SafeReader(path)

@@ -83,18 +83,10 @@ def merge_stages(stages: StageParameters, tensors: dict[str, Any], rest: dict[st
         }
 
 
-def of_this_stage(module: nn.Module, state: Mapping[str, Any], *, is_directory: bool) -> Mapping[str, Any]:
-    """The part of a checkpoint's ``state_dict`` that a split module holds here.
-
-    Args:
-        module: of which other stages hold the rest.
-        state: of the whole module: values, or where they are found in a directory.
-        is_directory: which of the two.
-    """
+def of_this_stage(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a whole module's ``state_dict`` that a split module holds here."""
     held = module.state_dict().keys()
-    if not is_directory:
-        return {key: value for key, value in state.items() if key in held}
-    return {**state, "tensors": {key: source for key, source in state["tensors"].items() if key in held}}
+    return {key: value for key, value in state.items() if key in held}
 
 
 def optimizer_of_this_stage(
@@ -122,16 +114,6 @@ def optimizer_of_this_stage(
         groups.append({**group, "params": mine})
     held = {position for group in groups for position in group["params"]}
     return {**state, "state": {k: v for k, v in state["state"].items() if k in held}, "param_groups": groups}
-
-
-def entry_of_this_stage(entry: Mapping[str, Any], stages: StageParameters) -> dict[str, Any]:
-    """The same of what a sharded checkpoint's ``trainer.pt`` tells of an optimizer."""
-
-    def mine(found: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in found.items() if name in stages.local}
-
-    names = [[name for name in group if name in stages.local] for group in entry["names"]]
-    return {**entry, "tensors": mine(entry["tensors"]), "others": mine(entry["others"]), "names": names}
 
 
 def _name_in(key: str) -> str:
