@@ -410,7 +410,8 @@ class EffiStrategy(MeshStrategy):
     def _held(self) -> Held:
         assert self.lightning_module is not None
         assembly = self.assembly
-        return Held(self.context, self.lightning_module, assembly.engine if assembly.exists else None, assembly.stages)
+        engine = assembly.engine if assembly.exists else None
+        return Held(self._context, self.lightning_module, engine, assembly.stages, self.optimizers)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -479,6 +480,8 @@ class EffiStrategy(MeshStrategy):
     @property
     def is_interrupted(self) -> bool:
         """Whether the run ends in an error, when the other ranks may be gone."""
+        if self._context is None:  # this process has no run: it started others and goes on after them
+            return False
         assert self.lightning_module is not None
         return self.lightning_module.trainer.state.status == TrainerStatus.INTERRUPTED
 

@@ -43,20 +43,28 @@ class Held:
     """What a rank saves and loads.
 
     Attributes:
-        context: of the run.
+        context: of the run; ``None`` in a process that started others and was not one of them, as a notebook does.
         module: sharded, split or whole.
         engine: of its parameters; ``None`` before the module has been set up.
         stages: the pipeline's, where the module has been split.
+        optimizers: none in a process without a run.
     """
 
-    context: RunContext
+    context: RunContext | None
     module: pl.LightningModule
     engine: Engine | None
     stages: StageParameters | None
+    optimizers: list[Optimizer]
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        return self.module.trainer.optimizers
+    def is_first_rank(self) -> bool:
+        """Whether this process writes files."""
+        return self.context is None or self.context.is_first_rank
+
+    @property
+    def control_group(self) -> Any:
+        """All ranks; ``None`` where there is only this one."""
+        return None if self.context is None else self.context.groups.run.control
 
     def settle(self) -> None:
         """Shards must be the live parameters, and buffers those of the first rank."""
@@ -88,7 +96,7 @@ class RunCheckpoint:
             return held.module.state_dict()
         if held.stages is not None:
             return stages.gather_model(held.module, held.stages)
-        return full.gather_model(held.module, keep=held.context.is_first_rank)
+        return full.gather_model(held.module, keep=held.is_first_rank)
 
     def optimizer_state(self, held: Held, optimizer: Optimizer) -> dict[str, Any]:
         """As :meth:`model_state`; in the ``full`` format it is what stock Lightning saves."""
@@ -98,7 +106,7 @@ class RunCheckpoint:
             index = next(i for i, own in enumerate(held.optimizers) if own is optimizer)
             return stages.gather_optimizer(optimizer, index, held.stages)
         state = optimizer.state_dict()
-        return state if self._is_sharded else gather_full(state, keep=held.context.is_first_rank)
+        return state if self._is_sharded else gather_full(state, keep=held.is_first_rank)
 
     def save(
         self, held: Held, checkpoint: dict[str, Any], filepath: Any, io: CheckpointIO, storage_options: Any | None
@@ -106,7 +114,7 @@ class RunCheckpoint:
         """Write a checkpoint that Lightning has put together from the two methods above."""
         local = local_path(filepath)
         if not self._is_sharded:
-            if held.context.is_first_rank:
+            if held.is_first_rank:
                 with nullcontext() if local is None else sharded.moved_aside(local):
                     io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
             return
@@ -117,7 +125,7 @@ class RunCheckpoint:
             checkpoint,
             held.optimizers,
             held.module,
-            is_first_rank=held.context.is_first_rank,
+            is_first_rank=held.is_first_rank,
             barrier=self._barrier,
             merge=None if held.stages is None else partial(stages.merge_stages, held.stages),
         )
@@ -156,7 +164,7 @@ class RunCheckpoint:
         state = checkpoint["state_dict"]
         if held.stages is not None:  # what did not fit into one process is still split: each takes its part
             state = stages.of_this_stage(held.module, state)
-        read = _agreed(held.context.groups.run.control, lambda: read_model(state, held.module.state_dict()))
+        read = _agreed(held.control_group, lambda: read_model(state, held.module.state_dict()))
         full.load_model(held.module, read, strict)
 
     def load_optimizers(self, held: Held, checkpoint: Mapping[str, Any]) -> None:
@@ -170,7 +178,7 @@ class RunCheckpoint:
             raise ValueError(f"the checkpoint has {len(states)} optimizers, this run has {len(optimizers)}")
         states = self._of_this_stage(held, states)
         own = [full.by_position(optimizer, state) for optimizer, state in zip(optimizers, states, strict=True)]
-        read = _agreed(held.context.groups.run.control, lambda: read_optimizers(states, own))
+        read = _agreed(held.control_group, lambda: read_optimizers(states, own))
         for optimizer, state in zip(optimizers, read, strict=True):
             full.load_optimizer(optimizer, state)
 
@@ -190,9 +198,9 @@ def _meet(held: Held) -> None:
     Raises:
         RuntimeError: where they are not all here within seconds.
     """
-    if held.engine is not None and held.context.has_several_processes:
+    if held.engine is not None and held.control_group is not None:
         try:
-            dist.monitored_barrier(held.context.groups.run.control, timeout=_MEETING_TIME)
+            dist.monitored_barrier(held.control_group, timeout=_MEETING_TIME)
         except RuntimeError as error:
             raise RuntimeError(
                 "no checkpoint was written after the error, since not all ranks came to save their shards"

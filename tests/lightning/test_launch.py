@@ -48,6 +48,8 @@ if __name__ == "__main__":
             "val_loss": float(trainer.callback_metrics["val_loss"]),
         }
         torch.save(observed, "observed.pt")
+    if how in ("notebook", "spawn"):  # the process that started the others has the weights, and no optimizers
+        trainer.save_checkpoint("after.ckpt")
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 
@@ -80,4 +82,8 @@ def test_the_main_process_ends_with_the_trained_weights(
     observed = torch.load(tmp_path / "observed.pt")
     assert observed.pop("launcher") == launcher
     assert {type(tensor).__name__ for tensor in observed["weights"].values()} == {"Parameter"}
+    if (after := tmp_path / "after.ckpt").is_file():
+        saved = torch.load(after, weights_only=True)["state_dict"]
+        assert_same({name: saved[name] for name in observed["weights"]}, observed["weights"], "saved afterwards")
+    assert after.is_file() == (how in ("notebook", "spawn"))
     assert_same(run_isolated(train_alone), observed, how)
