@@ -11,12 +11,12 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_effi.assembly import Assembly
 from lightning_effi.checkpoint.run import Held, RunCheckpoint
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.config import (
@@ -47,8 +47,22 @@ from lightning_effi.loop.failure import failed_together
 from lightning_effi.loop.signals import DeferredSignals
 from lightning_effi.loop.skipped import SkippedSteps
 from lightning_effi.mesh import MeshStrategy
+from lightning_effi.microbatches.step import MicrobatchedStep
 from lightning_effi.modules.deferred import parameters_on_meta
 from lightning_effi.modules.undo import Undo
+from lightning_effi.parallelize import (
+    FirstPiece,
+    FirstStep,
+    Parallelized,
+    Waiting,
+    abandon,
+    follow,
+    in_pieces,
+    parallelize,
+    refuse,
+    set_up,
+    take_apart,
+)
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
 
@@ -163,7 +177,10 @@ class EffiStrategy(MeshStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.assembly = Assembly(self)
+        self._work: Waiting | Parallelized | None = None  # the module, from set-up on
+        self._pieces: MicrobatchedStep | None = None  # training steps, where batches are cut
+        self._plan: Plan | None = None
+        self._told = ""
         self.window = AccumulationWindow(exact=exact_accumulation)
         self._checkpoint = RunCheckpoint(self.config.checkpoints, self.broadcast, self.barrier)
         self._signals = DeferredSignals()
@@ -180,12 +197,12 @@ class EffiStrategy(MeshStrategy):
 
         With tensor parallelism and pipelines that is in the first step, which shows what the blocks are called with.
         """
-        if (plan := self.assembly.plan) is None:
+        if self._plan is None:
             raise RuntimeError(
                 "strategy.plan is known once the module has been set up (from on_fit_start on, with tensor parallelism"
                 " and pipelines from the end of the first step on)"
             )
-        return plan
+        return self._plan
 
     @property
     @override
@@ -212,14 +229,16 @@ class EffiStrategy(MeshStrategy):
     @property
     def engine(self) -> Engine:
         """Data parallelism at work; there once the module has been set up."""
-        return self.assembly.engine
+        return self._at_work.engine
 
     @property
     @override
     def modules_here(self) -> Sequence[str] | None:
         if self.layout.pipeline == 1:
             return ("",)
-        return self.assembly.modules_of_stage
+        if not isinstance(self._work, Parallelized) or self._work.stages is None:
+            return None
+        return self._work.stages.modules
 
     # -- before the run: who takes part ------------------------------------------------------------------------------
 
@@ -241,7 +260,7 @@ class EffiStrategy(MeshStrategy):
                 f" {self.precision.precision!r} contradict each other. Give only one of them"
             )
 
-    # -- set-up: intact module -> optimizers -> shards ---------------------------------------------------------------
+    # -- set-up: intact module -> optimizers -> parts, at once or on the first batch ---------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -251,10 +270,67 @@ class EffiStrategy(MeshStrategy):
         self._checkpoint.refuse_remote(trainer)
         self.precision.use_device(self.root_device, self.context.groups.run.device)
         self.undo.push(self.precision.leave_run)
-        self.assembly.build(trainer, self.lightning_module)
+        module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        if isinstance(self._work, Parallelized) and self._work.module is module:
+            if fitting:
+                self._go_on(trainer, self._work)
+        else:
+            self._plan = None
+            if self.layer_sync is not None:
+                module = self.layer_sync.apply(module)  # type: ignore[assignment]
+            self.model = self.precision.convert_module(module)
+            if fitting:
+                self.setup_optimizers(trainer)
+            refuse(self.context, module, self.optimizers)
+            self._work = set_up(self.context, module, self.optimizers, self._tell, self.undo)
+        if fitting:
+            follow(self.context, module, self.engine, self.optimizers)
+        self._cut_batches()
         self.setup_precision_plugin()
-        self.assembly.show_plan()
         self.barrier("setup")
+
+    def _go_on(self, trainer: pl.Trainer, work: Parallelized) -> None:
+        """A further fit of a module that an earlier one has left in parts."""
+        if work.stages is not None:
+            raise RuntimeError(
+                f"{type(work.module).__name__} is still split into pipeline stages by an earlier fit, since the whole"
+                " module does not fit into the memory of one process. Build it anew and load a checkpoint"
+            )
+        work.engine.rest()
+        self.setup_optimizers(trainer)
+        refuse(self.context, work.module, self.optimizers)
+
+    def _tell(self, plan: Plan) -> None:
+        """Show a plan once, unless it has changed (another module, another optimizer)."""
+        self._plan = plan
+        if (text := str(plan)) != self._told:
+            self._told = text
+            rank_zero_info(text)
+
+    def _cut_batches(self) -> None:
+        """Decide how training steps are carried out, unless the module waits for its first step."""
+        work, self._pieces = self._at_work, None
+        ready = isinstance(work, Parallelized) or work.pipeline is not None
+        if ready and work.module.trainer.state.fn == TrainerFn.FITTING:
+            self._pieces = in_pieces(work, self.window, self._begin_pipeline)
+
+    def _begin_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Waiting | Parallelized:
+        """The first step that is run, within the precision's context, shows how the module is used."""
+        self._at_work.tensor.begin_step(args)
+        if isinstance(self._work, Waiting) and self.layout.pipeline == 1:
+            self._work = parallelize(self._work, self.optimizers, FirstStep(step, args, kwargs))
+            self._cut_batches()
+        return self._at_work
+
+    def _begin_pipeline(self, first: FirstPiece) -> Engine:
+        assert isinstance(self._work, Waiting)
+        self._work = parallelize(self._work, self.optimizers, first)
+        return self._work.engine
+
+    @property
+    def _at_work(self) -> Waiting | Parallelized:
+        assert self._work is not None
+        return self._work
 
     @override
     def model_to_device(self) -> None:
@@ -266,16 +342,13 @@ class EffiStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         with self.precision.train_step_context():
-            self.assembly.before_step(self.lightning_module.training_step, args, kwargs)
-        self.assembly.probe.before_first_step(
-            self.lightning_module, self.engine, self.assembly.tensor.over, *args, **kwargs
-        )
-        if self.assembly.microbatched is not None:
-            return self.assembly.microbatched(*args, **kwargs)
+            work = self._begin_step(self.lightning_module.training_step, args, kwargs)
+        work.probe.before_first_step(self.lightning_module, work.engine, work.tensor.over, *args)
+        if self._pieces is not None:
+            return self._pieces(*args, **kwargs)
         manual = not self.lightning_module.automatic_optimization  # then the step itself looks at gradients
         with self.precision.train_step_context(), self._reading if manual else nullcontext():
-            step = self.assembly.tensor.over(self.lightning_module.training_step)
-            output = self.engine.run_step(step, *args, **kwargs)
+            output = work.run_step(self.lightning_module.training_step, *args, **kwargs)
         if manual:
             factor = self.precision.move_scale(self.lightning_module)
             if factor != 1.0:
@@ -284,7 +357,7 @@ class EffiStrategy(MeshStrategy):
 
     def _around_zero_grad(self) -> AbstractContextManager[object]:
         """Hooks between ``training_step`` and ``backward`` look at the gradients of the step before."""
-        return self._reading if self.assembly.microbatched is None else nullcontext()
+        return self._reading if self._pieces is None else nullcontext()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,9 +379,9 @@ class EffiStrategy(MeshStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step without backward: what it gathered must not outlive it, or a later load would be lost with it."""
-        self.assembly.before_step(step, args, kwargs)
+        work = self._begin_step(step, args, kwargs)
         try:
-            return self.engine.run_step(self.assembly.tensor.over(step), *args, **kwargs)
+            return work.run_step(step, *args, **kwargs)
         finally:
             self.engine.rest()
 
@@ -324,8 +397,8 @@ class EffiStrategy(MeshStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
         with self._reading.paused():
-            if self.assembly.microbatched is not None and self.assembly.microbatched.has_gradients:
-                self.assembly.microbatched.give_gradients()
+            if self._pieces is not None and self._pieces.has_gradients:
+                self._pieces.give_gradients()
             else:
                 self.engine.before_backward(closure_loss)
                 self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
@@ -409,9 +482,9 @@ class EffiStrategy(MeshStrategy):
     @property
     def _held(self) -> Held:
         assert self.lightning_module is not None
-        assembly = self.assembly
-        engine = assembly.engine if assembly.exists else None
-        return Held(self._context, self.lightning_module, engine, assembly.stages, self.optimizers)
+        engine = None if self._work is None else self._work.engine
+        stages = self._work.stages if isinstance(self._work, Parallelized) else None
+        return Held(self._context, self.lightning_module, engine, stages, self.optimizers)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -453,9 +526,9 @@ class EffiStrategy(MeshStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.assembly.exists:
-            self.engine.explain(exception)
-            self.assembly.tensor.explain(exception)
+        if self._work is not None:
+            self._work.engine.explain(exception)
+            self._work.tensor.explain(exception)
         self._still_together = failed_together(self.board)
         if not self._still_together and not isinstance(exception, KeyboardInterrupt):
             end_other_processes(self.launcher)
@@ -467,7 +540,8 @@ class EffiStrategy(MeshStrategy):
         After an error that other ranks have not met, only what is this rank's own is taken back.
         """
         try:
-            self.assembly.end(all_ranks=not self.is_interrupted or self._still_together)
+            if self._work is not None:
+                self._end(self._work, all_ranks=not self.is_interrupted or self._still_together)
         finally:
             self.undo.run()
         assert self.cluster_environment is not None
@@ -476,6 +550,15 @@ class EffiStrategy(MeshStrategy):
         assert self.accelerator is not None
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _end(self, work: Waiting | Parallelized, *, all_ranks: bool) -> None:
+        if not all_ranks:
+            abandon(work)
+            self._work = None
+        elif take_apart(work, self.optimizers):
+            self._work = None
+            if self.layer_sync is not None:
+                self.layer_sync.revert(work.module)
 
     @property
     def is_interrupted(self) -> bool:

@@ -13,8 +13,8 @@ from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import fsdp as fsdp_compat
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.data_parallel.plan import Compute, ShardGroup
+from lightning_effi.modules.parameters import attributes
 from lightning_effi.sharded_tensors.functions import gradient_hooks, was_rebound
-from lightning_effi.sharded_tensors.stale_parameters import attributes
 
 
 class LiveGroup:

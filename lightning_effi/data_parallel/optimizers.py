@@ -6,7 +6,7 @@ come out as written. Afterwards each parameter is exchanged for its shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class DetachedOptimizers:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._groups: list[tuple[dict[str, Any], list[str]]] = []
         self._states: list[tuple[Any, dict[str, dict[str, Any]]]] = []
+        optimizers = list(optimizers)
         seen: set[int] = set()
         for optimizer in _with_inner(optimizers):
             for group in optimizer.param_groups:
@@ -82,6 +83,17 @@ class DetachedOptimizers:
                     (optimizer.state, {names[id(p)]: s for p, s in optimizer.state.items() if id(p) in names})
                 )
                 optimizer.state.clear()
+        by_group = {id(group): found for group, found in self._groups}
+        self.names = [[by_group[id(group)] for group in optimizer.param_groups] for optimizer in optimizers]
+        """For each optimizer and group, the names of all its parameters."""
+
+    def keep(self, held: Container[str]) -> None:
+        """Forget the parameters that are not in ``held``, which other ranks go on with."""
+        self._groups = [(group, [name for name in names if name in held]) for group, names in self._groups]
+        self._states = [
+            (state, {name: entries for name, entries in by_name.items() if name in held})
+            for state, by_name in self._states
+        ]
 
     def attach(self, module: nn.Module) -> None:
         """Give the optimizers the (now sharded) parameters of ``module``; state made at construction is sharded."""

@@ -137,6 +137,15 @@ class ShardingPlan:
         return "\n".join(lines)
 
 
+def shards(layout: Layout, zero_stage: int, compute: Compute) -> bool:
+    """Whether parameters are held as shards (FSDP2 is at work), if there are any.
+
+    So they are with ``zero_stage=0`` too, each whole, where they are computed with in another dtype than they are
+    stored in, or are DTensors of tensor parallelism already, which DistributedDataParallel cannot average.
+    """
+    return compute.everywhere or (layout.data_parallel_size > 1 and (zero_stage > 0 or layout.tensor > 1))
+
+
 def plan_sharding(
     module: nn.Module, layout: Layout, zero_stage: int, compute: Compute, blocks: Sequence[str] | None = None
 ) -> ShardingPlan:
@@ -153,9 +162,7 @@ def plan_sharding(
     """
     infos = describe_parameters(module)
     scalars = tuple(info for info in infos if not info.shape)
-    if layout.data_parallel_size == 1 and not compute.everywhere:
-        return ShardingPlan(zero_stage, layout, (), tuple(infos), compute)
-    if zero_stage == 0 and not compute.everywhere and layout.tensor == 1:
+    if not shards(layout, zero_stage, compute):
         return ShardingPlan(zero_stage, layout, (), tuple(infos), compute)
 
     shared: tuple[str, ...] = ()

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_effi.comm.broadcast import broadcast_states
 from lightning_effi.compat import torch as torch_compat
-from lightning_effi.data_parallel.engine import Engine, StepRoot
+from lightning_effi.data_parallel.engine import StepRoot, WholeEngine
 from lightning_effi.modules.deferred import DeferredValues
 
 
-class ReplicatedEngine(Engine):
+class ReplicatedEngine(WholeEngine):
     """Runs a module in DistributedDataParallel.
 
     Unused parameters are looked for in every step, since a module that nobody prepared may have some; parameters that

@@ -27,11 +27,12 @@ from lightning_effi.data_parallel.optimizers import DetachedOptimizers
 from lightning_effi.data_parallel.plan import ROOT, ShardingPlan
 from lightning_effi.data_parallel.reduction import OrderedReduction
 from lightning_effi.modules.deferred import DeferredValues
+from lightning_effi.modules.parameters import attributes
 from lightning_effi.modules.undo import Undo
 from lightning_effi.sharded_tensors.functions import in_step, keep_gradient_hooks
 from lightning_effi.sharded_tensors.functions import run as run_function
 from lightning_effi.sharded_tensors.mixed import WholeWhereMixed
-from lightning_effi.sharded_tensors.stale_parameters import attributes, hand_over
+from lightning_effi.sharded_tensors.stale_parameters import hand_over
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
@@ -85,6 +86,7 @@ class ShardedEngine(Engine):
         self._sync_every_backward = sync_every_backward
         self._in_step = False
         self._window_open = False
+        self._keeps_unreduced = False
         self._awaits_reduction = False  # from a backward inside a window to the next step
         self._agreement = Agreement(control_group)
         self._trace: list[str] = []
@@ -289,6 +291,9 @@ class ShardedEngine(Engine):
         finally:
             self._window_open = was_open
 
+    def before_backward(self, loss: Tensor) -> None:
+        """Gradients are reduced by hooks of autograd, which need no word before."""
+
     def after_microbatch(self) -> None:
         for group in self._groups:
             group.set_aside()
@@ -310,6 +315,9 @@ class ShardedEngine(Engine):
         self._awaits_reduction = not self._reduces_now
         if self._reduces_now:
             self._reduction.finish()
+
+    def keep_unreduced(self, keep: bool) -> None:
+        self._keeps_unreduced = keep
 
     def before_optimizer_step(self) -> None:
         for group in self._groups:

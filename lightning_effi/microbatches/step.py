@@ -68,7 +68,7 @@ class MicrobatchedStep:
         count: pieces per batch; a batch of fewer rows has one a row.
         agreement: among all ranks that run a step together, or ``None``.
         prepare: of the first batch, what has to be done with its first piece before the pieces are run: given the
-            piece, the arguments of the step after it and the number of pieces.
+            piece, the arguments of the step after it and the number of pieces, it returns the engine at work.
         verification: of the first batch, where it is asked for.
     """
 
@@ -81,7 +81,7 @@ class MicrobatchedStep:
         runner: Runner,
         count: int,
         agreement: Agreement | None,
-        prepare: Callable[[Piece, Sequence[Any], int], None] | None = None,
+        prepare: Callable[[Piece, Sequence[Any], int], Engine] | None = None,
         verification: Verification | None = None,
     ) -> None:
         self._context = context
@@ -129,7 +129,7 @@ class MicrobatchedStep:
         if self._verification is not None:
             self._verification.expect(self._choice.uncut(batch, pieces), args)
         if self._prepare is not None:
-            self._prepare(pieces[0], args, len(pieces))
+            self._engine = self._prepare(pieces[0], args, len(pieces))
             self._prepare = None
         if not self._probed and (len(pieces) > 1 or self._context.layout.pipeline > 1):
             self._probe(pieces[0])
@@ -138,7 +138,7 @@ class MicrobatchedStep:
             self._verification.compare(pieces, weights, args)
             self._verification = None
         window = module.trainer.accumulate_grad_batches
-        self._shelf.start(is_first=module.trainer.fit_loop.batch_idx % window == 0)
+        self._shelf.start(self._engine, is_first=module.trainer.fit_loop.batch_idx % window == 0)
         scale = precision.loss_scale
         amounts = self._choice.amounts(pieces) if self._sums else []
         if self._sums:  # sums over labels, divided when the window is closed
@@ -296,11 +296,12 @@ class GradientShelf:
         self._is_first = False
         self.is_filled = False
 
-    def start(self, *, is_first: bool) -> None:
+    def start(self, engine: Engine, *, is_first: bool) -> None:
         """Before the first micro-batch: at the start of a window, drop the last window's gradients.
 
         Lightning's ``zero_grad`` would only come when both are in memory.
         """
+        self._engine = engine
         self.is_filled = True
         self._is_first = is_first
         self._kept.clear()  # of a step that returned no loss, after which no backward came

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -52,3 +52,8 @@ def describe_parameters(root: nn.Module) -> list[ParameterInfo]:
 def _parts(parameter: Any) -> int:
     mesh = getattr(parameter, "device_mesh", None)
     return 1 if mesh is None or mesh.mesh_dim_names != ("tp",) else mesh.size()
+
+
+def attributes(parameter: Tensor) -> dict[str, Any]:
+    """What user code noted on a parameter (a learning-rate factor, say)."""
+    return {key: value for key, value in parameter.__dict__.items() if not key.startswith("_")}

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_effi.compat import torch as torch_compat
+from lightning_effi.modules.parameters import attributes
 from lightning_effi.modules.randomness import Randomness
 from lightning_effi.modules.snapshot import Snapshot
-from lightning_effi.sharded_tensors.stale_parameters import attributes
 
 _DROPOUTS = {
     F.dropout,

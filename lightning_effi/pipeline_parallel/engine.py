@@ -1,186 +1,170 @@
-"""What the strategy asks of data parallelism, for the one stage that this rank holds."""
+"""What a run asks of data parallelism, for the one stage that this rank holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.comm.broadcast import broadcast_states
-from lightning_effi.data_parallel.engine import Engine
+from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.context import RunContext
+from lightning_effi.data_parallel.casting import computed_in
+from lightning_effi.data_parallel.engine import Engine, WholeEngine
 from lightning_effi.data_parallel.sharded import ShardedEngine, available_memory
 from lightning_effi.modules.deferred import DeferredValues
-from lightning_effi.pipeline_parallel.stage_parameters import sum_gradients
+from lightning_effi.pipeline_parallel.stage_parameters import StageParameters, sum_gradients
 
-if TYPE_CHECKING:
-    from lightning_effi.pipeline_parallel.running.runner import PipelineRunner
-    from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
+
+class UnsplitEngine(WholeEngine):
+    """The whole module on each rank of a pipeline, from set-up until the first training step splits it.
+
+    Evaluation, as before training, runs on it as it is. All ranks have the values of the first one.
+
+    Args:
+        module: the LightningModule; moved to the device in place.
+        context: of the run.
+    """
+
+    def __init__(self, module: nn.Module, context: RunContext) -> None:
+        super().__init__(module)
+        self._compute = context.precision.compute
+        DeferredValues(module).fill_through(module)
+        module.to(context.device)
+        for group in (context.groups.pipeline, context.groups.data):
+            broadcast_states([*module.parameters(), *module.buffers()], group.device)
+        _share_randomness(context.groups.pipeline.control)
+
+    def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with computed_in(self._compute, self.module):
+            return step(*args, **kwargs)
 
 
 class PipelineEngine(Engine):
-    """A module that is whole until its first training step, and this rank's stage of it from then on.
-
-    The stage is sharded by an engine of its own (:meth:`shard`), or copied on all its data-parallel ranks.
+    """This rank's stage of a module, held in shards, or copied on all its data-parallel ranks.
 
     Args:
-        module: the LightningModule; moved to ``device`` in place, with the first stage's values.
-        group: the ranks of the pipeline.
-        replicas: the ranks of other pipelines that hold the same stage, over which gradients are averaged.
-        pipeline_control_group: as ``group``, with a backend for CPU tensors.
-        control_group: all ranks of the run, with a backend for CPU tensors.
-        device: where the module lives.
-        processes_per_node: how many processes share this machine's memory.
-        sync_every_microbatch: reduce sharded gradients after each micro-batch, or only after a step's last one.
-        computing: inside this context, a whole module's parameters have the dtypes that they are computed with.
-        undo_tensor: makes layers whole that tensor parallelism has split.
+        module: the LightningModule, of which the other stages' parameters are gone.
+        stages: the parameters of this rank's stage.
+        sharded: the engine of the stage where its parameters are shards.
+        context: of the run.
+        make_whole: at the end of a run, given the optimizers: layers that tensor parallelism has split are whole again,
+            and every rank holds all stages.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        *,
-        group: dist.ProcessGroup,
-        replicas: dist.ProcessGroup,
-        pipeline_control_group: dist.ProcessGroup,
-        control_group: dist.ProcessGroup,
-        device: torch.device,
-        processes_per_node: int,
-        sync_every_microbatch: bool,
-        computing: Callable[[nn.Module], AbstractContextManager[None]],
-        undo_tensor: Callable[[], None],
+        stages: StageParameters,
+        sharded: ShardedEngine | None,
+        context: RunContext,
+        make_whole: Callable[[Sequence[Optimizer]], None],
     ) -> None:
         super().__init__(module)
-        DeferredValues(module).fill_through(module)
-        module.to(device)
-        for ranks in (group, replicas):
-            broadcast_states([*module.parameters(), *module.buffers()], ranks)
-        _share_randomness(pipeline_control_group)
-        self._replicas = replicas
-        self._agreement = Agreement(control_group)
-        self._processes_per_node = processes_per_node
-        self._sync_every_microbatch = sync_every_microbatch
-        self._computing = computing
-        self._undo_tensor = undo_tensor
-        self._sharded: ShardedEngine | None = None
-        self.runner: PipelineRunner | None = None
-
-    @property
-    def stages(self) -> StageParameters | None:
-        """The parameters of this rank's stage, once the module has been split."""
-        return None if self.runner is None else self.runner.stages
+        self._stages = stages
+        self._sharded = sharded
+        self._stage: Engine = WholeEngine(module) if sharded is None else sharded
+        self._replicas = context.groups.data.device  # ranks of other pipelines that hold the same stage
+        self._agreement = Agreement(context.groups.run.control)
+        self._processes_per_node = context.processes_per_node
+        self._sync_every_microbatch = context.config.gradient_sync == "every"
+        self._make_whole = make_whole
 
     @property
     def is_sharded(self) -> bool:
-        return self._sharded is not None
-
-    def shard(self, engine: ShardedEngine) -> None:
-        """From here on, ``engine`` holds the parameters of the stage in shards."""
-        assert self.stages is not None
-        self._sharded = engine
-        self.stages.follow(self.module)
+        return self._stage.is_sharded
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def run_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Evaluation: before the first training step by the whole module, then through the stages."""
-        if self.runner is None or self.stages is None:
-            with self._computing(self.module):
-                return step(*args, **kwargs)
-        return self.with_parameters(self.runner.evaluate, step, *args, **kwargs)
-
-    def with_parameters(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``call(*args, **kwargs)`` while this rank holds the whole parameters of its stage."""
-        return call(*args, **kwargs) if self._sharded is None else self._sharded.run_step(call, *args, **kwargs)
+        """``step(*args, **kwargs)`` while this rank holds the whole parameters of its stage."""
+        return self._stage.run_step(step, *args, **kwargs)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        if self._sharded is None:
+        with self._stage.accumulate():
             yield
-        else:
-            with self._sharded.accumulate():
-                yield
 
     @contextmanager
     def whole_window(self) -> Iterator[None]:
-        if self._sharded is None:
+        with self._stage.whole_window():
             yield
-        else:
-            with self._sharded.whole_window():
-                yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        raise RuntimeError("stages of a pipeline wait for each other within a step, and none runs it alone")
+        yield
+
+    def before_backward(self, loss: Tensor) -> None:
+        self._stage.before_backward(loss)
 
     def after_microbatch(self) -> None:
-        if self._sharded is not None:
-            if self._sync_every_microbatch:
-                self._sharded.after_backward()
-            else:
-                self._sharded.after_microbatch()
+        if self._sync_every_microbatch:
+            self._stage.after_backward()
+        else:
+            self._stage.after_microbatch()
 
     def after_backward(self) -> None:
-        if self._sharded is not None and not self._sync_every_microbatch:
-            self._sharded.after_backward()
+        if not self._sync_every_microbatch:
+            self._stage.after_backward()
 
     def before_optimizer_step(self) -> None:
-        if self.stages is None:
-            return
-        if self._sharded is not None:
-            self._sharded.before_optimizer_step()
-        self.stages.add_up_shared()
-        if self._sharded is None:
-            mine = [parameter for parameter in self.stages.local.values() if parameter.requires_grad]
+        self._stage.before_optimizer_step()
+        self._stages.add_up_shared()
+        if not self.is_sharded:
+            mine = [parameter for parameter in self._stages.local.values() if parameter.requires_grad]
             sum_gradients(mine, self._replicas, divisor=dist.get_world_size(self._replicas))
 
     def after_optimizer_step(self) -> None:
-        if self._sharded is not None:
-            self._sharded.after_optimizer_step()
+        self._stage.after_optimizer_step()
 
     def rest(self) -> None:
-        if self._sharded is not None:
-            self._sharded.rest()
+        self._stage.rest()
 
     def sync_buffers(self) -> None:
-        if self._sharded is not None:
-            self._sharded.sync_buffers()
+        self._stage.sync_buffers()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def keep_unreduced(self, keep: bool) -> None:
-        if self._sharded is not None:
-            self._sharded.keep_unreduced(keep)
+        self._stage.keep_unreduced(keep)
 
     def discard(self) -> None:
-        if self._sharded is not None:
-            self._sharded.discard()
-        super().discard()
+        self._stage.discard()
+
+    def scale_gradients(self, factor: float) -> None:
+        self._stage.scale_gradients(factor)
+
+    def shard_of(self, parameter: Tensor) -> Tensor | None:
+        return self._stage.shard_of(parameter)
 
     def watch(self, optimizer: Optimizer) -> None:
-        if self._sharded is not None:
-            self._sharded.watch(optimizer)
+        self._stage.watch(optimizer)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def release(self, optimizers: Sequence[Optimizer]) -> bool:
-        if self.runner is not None and self.stages is not None:
-            needed = self.stages.bytes * self._processes_per_node
-            if self._agreement.any([needed > 0.5 * available_memory()])[0]:
-                return False
-            if self._sharded is not None:
-                self._sharded.undo(optimizers)
-                self._sharded = None
-            self._undo_tensor()
-            self.stages.follow(self.module)
-        if self.runner is not None:
-            self.runner.make_whole(optimizers)
-        return super().release(optimizers)
+        needed = self._stages.bytes * self._processes_per_node
+        if self._agreement.any([needed > 0.5 * available_memory()])[0]:
+            return False
+        if self._sharded is not None:
+            self._sharded.undo(optimizers)
+        self._make_whole(optimizers)
+        self.module.cpu()
+        lightning_compat.optimizers_to_device(optimizers, torch.device("cpu"))
+        return True
+
+    def leave(self) -> None:
+        self._stage.leave()
 
     def explain(self, exception: BaseException) -> None:
-        if self.runner is not None and self.stages is not None:
-            exception.add_note(f"lightning_effi: raised on pipeline stage {self.runner.stage}")
+        exception.add_note(f"lightning_effi: raised on pipeline stage {self._stages.stage}")
 
 
 def _share_randomness(group: dist.ProcessGroup) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_effi.comm.gather import gather_full
 from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.data_parallel.optimizers import DetachedOptimizers
 from lightning_effi.pipeline_parallel.planning.plan import PipelinePlan
 
 
@@ -28,8 +29,11 @@ class StageParameters:
         stage: of this rank.
         group: the ranks of this pipeline, in the order of stages.
         pipelines: global ranks of all pipelines of the run, each in the order of stages.
+        optimizers: of the whole module; those of this stage are left.
 
     Attributes:
+        blocks: names of the blocks that this rank runs.
+        modules: names of the blocks and of the units outside them.
         stage: of this rank.
         optimizer_names: for each optimizer and group, the names of all its parameters, in the order before the split.
     """
@@ -41,6 +45,7 @@ class StageParameters:
         stage: int,
         group: dist.ProcessGroup,
         pipelines: Sequence[Sequence[int]],
+        optimizers: DetachedOptimizers,
     ) -> None:
         self._module = module
         self._group = group
@@ -62,11 +67,12 @@ class StageParameters:
         self.shared = {name: held for name, held in plan.shared_by_ranks if stage in held}
         self._shared_groups = self._make_groups(plan, pipelines)
         self._counted_ids = {id(parameter) for parameter in self.counted()}
-        self.optimizer_names: list[list[list[str]]] = []
-        self._let_go: list[tuple[Tensor, str]] = []
+        self.blocks = plan.ranks[stage].blocks
+        self.modules = (*self.blocks, *plan.ranks[stage].units)
+        self.optimizer_names = optimizers.names
+        optimizers.keep(self.local)
         for name in self.names:
             if name not in mine:
-                self._let_go.append((module.get_parameter(name), name))
                 self._put(name, None)
 
     def counts(self, parameter: Tensor) -> bool:
@@ -99,20 +105,6 @@ class StageParameters:
         self.local = {name: module.get_parameter(name) for name in self.local}
         self._counted_ids = {id(parameter) for parameter in self.counted()}
 
-    def leave_to_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take the parameters of other stages out of the optimizers."""
-        local = {id(p): name for name, p in self.local.items()}
-        known = {**local, **{id(p): name for p, name in self._let_go}}
-        for optimizer in optimizers:
-            names = []
-            for group in optimizer.param_groups:
-                names.append([known[id(p)] for p in group["params"]])
-                group["params"] = [p for p in group["params"] if id(p) in local]
-            for parameter in [p for p in optimizer.state if id(p) not in local]:
-                del optimizer.state[parameter]
-            self.optimizer_names.append(names)
-        self._let_go.clear()
-
     def make_whole(self) -> None:
         """Bring every parameter to every rank, and put it back in its places."""
         for name in self.names:
@@ -125,7 +117,7 @@ class StageParameters:
             self._put(name, parameter)
 
     def return_to_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Undo :meth:`leave_to_optimizers` once the module is whole, with the states of all stages on every rank."""
+        """Give the optimizers all their parameters and states, once the module is whole again."""
         for optimizer, groups in zip(optimizers, self.optimizer_names, strict=True):
             held = {name: optimizer.state[p] for name, p in self.local.items() if p in optimizer.state}
             mine = gather_full(held, keep=True)  # data parallelism may have left them in shards

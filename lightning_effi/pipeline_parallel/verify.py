@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_effi.context import RunContext
-    from lightning_effi.pipeline_parallel.engine import PipelineEngine
     from lightning_effi.pipeline_parallel.running.runner import PipelineRunner
 
 
@@ -33,12 +32,9 @@ class StageVerification:
     The batch runs uncut through the whole module, so that micro-batches and their weights are verified, too.
     """
 
-    def __init__(
-        self, context: RunContext, module: pl.LightningModule, engine: PipelineEngine, runner: PipelineRunner
-    ) -> None:
+    def __init__(self, context: RunContext, module: pl.LightningModule, runner: PipelineRunner) -> None:
         self._context = context
         self._module = module
-        self._engine = engine
         self._runner = runner
         self._expected: dict[str, Tensor] | None = None
         self._seconds = 0.0
@@ -78,7 +74,7 @@ class StageVerification:
         if expected is None:
             return
         started = time.monotonic()
-        context, module, engine = self._context, self._module, self._engine
+        context, module, engine = self._context, self._module, self._runner.engine
         with engine.whole_window(), restored(module), SameForAllRows():
             results = self._runner.train(pieces, weights, 1.0, args)
         engine.before_optimizer_step()

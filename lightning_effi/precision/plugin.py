@@ -104,7 +104,7 @@ class EffiPrecision(Precision):
         self.scaler = LossScaler(settings) if scales_losses(precision, master_weights) else None
         self.last_grad_norm: Tensor | None = None
         self.stages: Stages | None = None
-        """The pipeline over which norms are taken; set by the strategy."""
+        """The pipeline over which norms are taken."""
         self._device = torch.device("cpu")
         self._is_connected = False
         self._is_in_run = False
@@ -186,6 +186,10 @@ class EffiPrecision(Precision):
                 " EffiStrategy does: under this strategy everything would be computed in fp32. Use"
                 f" Trainer(strategy=EffiStrategy()), or precision={self.precision!r} without master_weights"
             )
+
+    def norms_over(self, stages: Stages) -> None:
+        """From here on, norms are those of the gradients of all stages together."""
+        self.stages = stages
 
     def step_on_shards(self, optimizers: Sequence[Optimizer]) -> None:
         """Let these optimizers update plain local shards where that is known to be the same arithmetic.

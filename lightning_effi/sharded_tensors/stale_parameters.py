@@ -52,8 +52,3 @@ def hand_over(parameter: nn.Parameter, module: nn.Module, name: str) -> None:
     parameter.grad = None
     parameter._place = (weakref.ref(module), name)  # type: ignore[attr-defined]
     parameter.__class__ = EarlierParameter
-
-
-def attributes(parameter: Tensor) -> dict[str, Any]:
-    """What user code noted on a parameter (a learning-rate factor, say)."""
-    return {key: value for key, value in parameter.__dict__.items() if not key.startswith("_")}

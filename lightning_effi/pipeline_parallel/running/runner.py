@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.data_parallel.casting import computed_in
+from lightning_effi.data_parallel.optimizers import DetachedOptimizers
 from lightning_effi.microbatches.evidence import evidence_of
 from lightning_effi.microbatches.logs import StepResult, captured_logs, log_all
 from lightning_effi.microbatches.split import Piece, shapes, tensors
@@ -78,25 +79,22 @@ class Planned:
 class PipelineRunner:
     """Splits the module on its first training step, and runs steps through the stages from then on.
 
-    The first batch goes through :meth:`plan`, :meth:`keep_stage` and :meth:`verify`, in this order; between them the
-    module is split by tensor parallelism and sharded.
+    The first batch goes through :meth:`plan`, :meth:`keep_stage`, :meth:`start` and :meth:`verify`, in this order;
+    between them the module is split by tensor parallelism and sharded.
 
     Args:
         context: of the run.
         module: whole until :meth:`keep_stage`.
-        engine: of its parameters and gradients.
         tensor: of the ranks that hold a stage together.
 
     Attributes:
         stage: this rank's place in the pipeline, which is its stage where every rank has one.
     """
 
-    def __init__(
-        self, context: RunContext, module: pl.LightningModule, engine: PipelineEngine, tensor: TensorRun
-    ) -> None:
+    def __init__(self, context: RunContext, module: pl.LightningModule, tensor: TensorRun) -> None:
         self._context = context
         self._module: Any = module
-        self._engine = engine
+        self._at_work: PipelineEngine | None = None
         self._tensor = tensor
         self._config = context.config.pipeline
         _refuse_own_backward(module, self._config.schedule)
@@ -152,22 +150,32 @@ class PipelineRunner:
         plan = PipelinePlan(stages, boundaries, shared, timeline, self._placement)
         return Planned(plan, tensor, trace, loss)
 
-    def keep_stage(self, planned: Planned, optimizers: Sequence[Optimizer]) -> StageParameters:
+    def keep_stage(self, planned: Planned, optimizers: DetachedOptimizers) -> StageParameters:
         """Let go of the other stages' parameters; whole steps go through the stages from here on."""
         assert self._interception is not None
         plan = self._plan = planned.pipeline
         held = plan.ranks[self.stage]
         self._structure = _structure(planned.trace)
-        self.stages = StageParameters(self._module, plan, self.stage, self._group, self._context.layout.pipelines())
+        pipelines = self._context.layout.pipelines()
+        self.stages = StageParameters(self._module, plan, self.stage, self._group, pipelines, optimizers)
         everywhere = {*self._trunk.blocks, *self._trunk.units}
         self._interception.elsewhere = frozenset(everywhere - {*held.blocks, *held.units})
-        self.stages.leave_to_optimizers(optimizers)
         self._live = {
             stage: LiveStage(plan, stage, self._interception, partial(self._draw_differently, stage))
             for stage, rank in enumerate(self._placement)
             if rank == self.stage
         }
         return self.stages
+
+    def start(self, engine: PipelineEngine) -> None:
+        """Run steps on ``engine`` from here on."""
+        self._at_work = engine
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """Of the parameters and gradients of the stage, once it has started."""
+        assert self._at_work is not None
+        return self._at_work
 
     def verify(self, planned: Planned, piece: Piece, args: Sequence[Any]) -> None:
         """Prove that the stages compute what the whole module did.
@@ -220,9 +228,14 @@ class PipelineRunner:
         if self.stages is not None:
             self.stages.make_whole()
             self.stages.return_to_optimizers(optimizers)
+        self.stages = self._at_work = None
+        self.leave()
+
+    def leave(self) -> None:
+        """Blocks are called as they were written again, whichever of them this rank holds."""
         if self._interception is not None:
             self._interception.remove()
-        self.stages = self._interception = None
+        self._interception = None
 
     def _refuse_different_batches(self, batch: Any) -> None:
         """All stages must work on the same batch; a dataset that draws its own random numbers gives them others."""
@@ -267,8 +280,8 @@ class PipelineRunner:
         schedule = self._schedule(len(pieces))
         factors = [weight * scale for weight in weights]
         data = [piece.data for piece in pieces]
-        results = self._engine.with_parameters(self._run, schedule, self._module.training_step, data, args, factors)
-        self._engine.after_backward()
+        results = self.engine.run_step(self._run, schedule, self._module.training_step, data, args, factors)
+        self.engine.after_backward()
         self._metrics.follow(self._placement[-1])
         return results
 
@@ -276,18 +289,18 @@ class PipelineRunner:
         """Forward of each piece without gradients and dropout, with the same random numbers for all rows."""
         data = [piece.data for piece in pieces]
         with self._comparably():
-            return self._engine.with_parameters(self._forward_only, self._module.training_step, data, args)
+            return self.engine.run_step(self._forward_only, self._module.training_step, data, args)
 
     def changes(self, piece: Piece, args: Sequence[Any]) -> list[str]:
         """What ``training_step`` changes on this stage besides gradients."""
         step = self._module.training_step
         run = partial(self._forward_only, step, [piece.data], args)
         with self._comparably():
-            return self._engine.with_parameters(changed_by, self._module, run)
+            return self.engine.run_step(changed_by, self._module, run)
 
     def evaluate(self, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
         """``validation_step`` and its like: the batch goes through the stages uncut, so that all values are exact."""
-        [result] = self._forward_only(step, [batch], args, kwargs)
+        [result] = self.engine.run_step(self._forward_only, step, [batch], args, kwargs)
         self._metrics.follow(self._placement[-1])
         log_all(self._module, result.logged)
         return result.output
@@ -348,14 +361,14 @@ class PipelineRunner:
 
                 def finish() -> None:
                     backward_of_parameters()
-                    self._engine.after_microbatch()
+                    self.engine.after_microbatch()
 
                 return finish
             if gradients is not None:
                 torch.autograd.backward(outputs, gradients)
             for loss in outputs if gradients is None else ():
                 self._module.backward(loss)
-            self._engine.after_microbatch()
+            self.engine.after_microbatch()
             return None
 
         metas = [[trace.metas[block] for block in firsts] for trace in traces]

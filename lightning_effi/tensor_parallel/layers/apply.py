@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lightning_effi.sharded_tensors.stale_parameters import attributes, hand_over
+from lightning_effi.modules.parameters import attributes
+from lightning_effi.sharded_tensors.stale_parameters import hand_over
 from lightning_effi.tensor_parallel.collectives import TensorGroup, assemble, share, take
 from lightning_effi.tensor_parallel.layers.linear import out_dim
 from lightning_effi.tensor_parallel.layers.sequence import SequenceShards

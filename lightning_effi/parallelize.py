@@ -1,0 +1,390 @@
+"""From an intact module to one at work, and back: every step, in the order in which it is applied.
+
+ZeRO alone asks nothing of a batch, and is applied at set-up. Tensor parallelism and pipelines leave the module whole
+until its first batch shows how it is used. Either way it is :func:`parallelize` that does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_effi.comm.agreement import Agreement
+from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.context import RunContext
+from lightning_effi.data_parallel.engine import Engine, WholeEngine
+from lightning_effi.data_parallel.optimizers import DetachedOptimizers, moments
+from lightning_effi.data_parallel.plan import ShardingPlan, plan_sharding, shards
+from lightning_effi.data_parallel.refuse import refuse_averaging_of_shards, refuse_unshardable
+from lightning_effi.data_parallel.replicated import ReplicatedEngine
+from lightning_effi.data_parallel.sharded import ShardedEngine
+from lightning_effi.gradients.window import AccumulationWindow
+from lightning_effi.microbatches.retry import refuse_retry
+from lightning_effi.microbatches.sequential import SequentialRunner
+from lightning_effi.microbatches.split import Piece
+from lightning_effi.microbatches.step import MicrobatchedStep, refuse_uncuttable
+from lightning_effi.modules.deferred import DeferredValues
+from lightning_effi.modules.undo import Undo
+from lightning_effi.pipeline_parallel.engine import PipelineEngine, UnsplitEngine
+from lightning_effi.pipeline_parallel.running.runner import PipelineRunner, Planned
+from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
+from lightning_effi.pipeline_parallel.verify import StageVerification
+from lightning_effi.plan import Plan
+from lightning_effi.tensor_parallel.planning.plan import TensorPlan
+from lightning_effi.tensor_parallel.run import TensorRun
+from lightning_effi.verify.run import RunProbe
+
+Step = Callable[..., Any]
+
+
+# -- what a module is in the course of a run ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """The first call of a step hook, whose arguments show what the blocks are called with."""
+
+    step: Step
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FirstPiece:
+    """A pipeline's first micro-batch, the arguments of ``training_step`` after it, and how many there are of it."""
+
+    piece: Piece
+    args: Sequence[Any]
+    count: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """A module in a run: :class:`Waiting` for its first batch, or :class:`Parallelized`.
+
+    Attributes:
+        context: of the run.
+        module: converted to the run's precision.
+        engine: of its parameters and gradients.
+        tensor: tensor parallelism, which does nothing where it is not asked for.
+        probe: the comparison with the plain module on the first batch.
+        pipeline: takes the module apart and runs steps through its stages, in a run that trains a pipeline.
+        tell: called with the plan, once it is known.
+    """
+
+    context: RunContext
+    module: pl.LightningModule
+    engine: Engine
+    tensor: TensorRun
+    probe: RunProbe
+    pipeline: PipelineRunner | None
+    tell: Callable[[Plan], None]
+
+
+@dataclass(frozen=True)
+class Waiting(Work):
+    """A module that has been set up, and is whole on its device until its first batch."""
+
+    def run_step(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        """Run a step hook of the module as it is."""
+        return self.engine.run_step(step, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Parallelized(Work):
+    """A module at work: split and sharded as planned, and its optimizers with it.
+
+    Attributes:
+        plan: what is split and sharded how.
+        stages: the parameters of this rank's pipeline stage.
+    """
+
+    plan: Plan
+    stages: StageParameters | None
+
+    def run_step(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        """Run a step hook of the module, through the stages if there are any."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(self.tensor.over(step), *args, **kwargs)
+        return self.engine.run_step(self.tensor.over(step), *args, **kwargs)
+
+
+# -- set-up ------------------------------------------------------------------------------------------------------------
+
+
+def refuse(context: RunContext, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    """What is known before the first batch to be impossible.
+
+    Raises:
+        ValueError: naming the setting, and the nearest one that works.
+    """
+    config, layout, trainer = context.config, context.layout, module.trainer
+    if layout.pipeline > 1:
+        refuse_averaging_of_shards(trainer, f"pipeline_parallel_size={layout.pipeline}")
+    if layout.tensor > 1:
+        refuse_unshardable(optimizers, f"tensor_parallel_size={layout.tensor}")
+        refuse_averaging_of_shards(trainer, f"tensor_parallel_size={layout.tensor}")
+    if shards(layout, config.zero_stage, context.precision.compute):
+        refuse_unshardable(optimizers, f"zero_stage={config.zero_stage}")
+        refuse_averaging_of_shards(trainer, f"zero_stage={config.zero_stage}")
+    if trainer.state.fn == TrainerFn.FITTING and _cuts_batches(context):
+        refuse_uncuttable(module, config)
+        refuse_retry(config, layout.data_parallel_size)
+
+
+def set_up(
+    context: RunContext,
+    module: pl.LightningModule,
+    optimizers: Sequence[Optimizer],
+    tell: Callable[[Plan], None],
+    undo: Undo,
+) -> Waiting | Parallelized:
+    """Take over an intact module and its optimizers; parallelized at once where that needs no batch.
+
+    Args:
+        context: of the run.
+        module: converted to the run's precision.
+        optimizers: as the user built them on the module.
+        tell: called with the plan, once it is known.
+        undo: told how to take back what is changed around the module.
+    """
+    layout, tensor = context.layout, TensorRun(context)
+    engine, pipeline = WholeEngine(module), None
+    if layout.tensor > 1:
+        tensor.prepare(module, undo)
+    if layout.pipeline > 1:
+        lightning_compat.metrics_in_group(module, context.groups.data.device)
+        undo.push(partial(lightning_compat.metrics_everywhere, module))
+        engine = UnsplitEngine(module, context)
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            pipeline = PipelineRunner(context, module, tensor)
+    waiting = Waiting(context, module, engine, tensor, RunProbe(context), pipeline, tell)
+    return waiting if layout.tensor > 1 or layout.pipeline > 1 else parallelize(waiting, optimizers, None)
+
+
+# -- the recipe --------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode(False)
+def parallelize(
+    waiting: Waiting, optimizers: Sequence[Optimizer], first: FirstStep | FirstPiece | None
+) -> Parallelized:
+    """Split and shard the module, and let the optimizers follow; all ranks must call this.
+
+    Args:
+        waiting: what has been set up.
+        optimizers: as the user built them on the intact module.
+        first: what shows how the module is used; ``None`` where nothing is split.
+
+    Raises:
+        ValueError: on all ranks, where the module cannot be split as asked.
+        RuntimeError: on all ranks, where the parts do not compute what the whole module did.
+    """
+    context, module, stages = waiting.context, waiting.module, None
+    tensor_plan, staged = _make_plan(waiting, first)
+    if staged is None:  # a pipeline compares by itself, with what it saw of the first batch
+        waiting.probe.before_sharding(module)
+    with _detached(optimizers, module, context) as detached:
+        if tensor_plan is not None:
+            waiting.tensor.apply(module, tensor_plan)
+        if staged is not None:
+            stages = staged.keep(detached)
+        sharding = _plan_sharding(context, module, stages)
+        engine = _shard(waiting, sharding, stages)
+    plan = Plan(
+        context.layout,
+        sharding,
+        context.precision.precision,
+        moments(optimizers),
+        pipeline=None if staged is None else staged.planned.pipeline,
+        tensor=tensor_plan,
+    )
+    follow(context, module, engine, optimizers)
+    waiting.tell(plan)
+    if staged is not None:
+        staged.verify()
+    return Parallelized(
+        context, module, engine, waiting.tensor, waiting.probe, waiting.pipeline, waiting.tell, plan, stages
+    )
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A pipeline that has seen its first micro-batch."""
+
+    pipeline: PipelineRunner
+    planned: Planned
+    first: FirstPiece
+
+    def keep(self, detached: DetachedOptimizers) -> StageParameters:
+        return self.pipeline.keep_stage(self.planned, detached)
+
+    def verify(self) -> None:
+        self.pipeline.verify(self.planned, self.first.piece, self.first.args)
+
+
+def _make_plan(waiting: Waiting, first: FirstStep | FirstPiece | None) -> tuple[TensorPlan | None, _Staged | None]:
+    """What is split how, agreed by all ranks; the module is as before."""
+    match first:
+        case FirstStep():
+            return waiting.tensor.plan(waiting.module, first.step, first.args, first.kwargs), None
+        case FirstPiece():
+            assert waiting.pipeline is not None
+            planned = waiting.pipeline.plan(first.piece, first.args, first.count)
+            return planned.tensor, _Staged(waiting.pipeline, planned, first)
+        case None:
+            return None, None
+
+
+@contextmanager
+def _detached(
+    optimizers: Sequence[Optimizer], module: pl.LightningModule, context: RunContext
+) -> Iterator[DetachedOptimizers]:
+    """Inside, optimizers hold names, so that parameters may be exchanged, and freed one by one.
+
+    Where none will be, they are left alone, and may hold parameters that are not the module's.
+    """
+    layout = context.layout
+    exchanged = shards(layout, context.config.zero_stage, context.precision.compute)
+    held = optimizers if exchanged or layout.tensor > 1 or layout.pipeline > 1 else ()
+    detached = DetachedOptimizers(held, module)
+    yield detached
+    detached.attach(module)
+
+
+def _plan_sharding(context: RunContext, module: pl.LightningModule, stages: StageParameters | None) -> ShardingPlan:
+    blocks = None if stages is None else stages.blocks
+    return plan_sharding(module, context.layout, context.config.zero_stage, context.precision.compute, blocks=blocks)
+
+
+def _shard(waiting: Waiting, plan: ShardingPlan, stages: StageParameters | None) -> Engine:
+    """Put the module, or the stage of it that is left, on its device as planned, with equal values on all ranks."""
+    context, module, data = waiting.context, waiting.module, waiting.context.groups.data
+    sharded = None
+    if plan.is_sharded:
+        sharded = ShardedEngine(
+            module,
+            plan,
+            mesh=context.mesh,
+            data_parallel_group=data.device,
+            control_group=data.control,
+            device=context.device,
+            sync_every_backward=context.config.syncs_every_backward,
+            processes_per_node=context.processes_per_node,
+            driven=stages is not None,
+        )
+    if stages is not None and waiting.pipeline is not None:
+        stages.follow(module)
+        context.precision.norms_over(stages)
+        staged = PipelineEngine(module, stages, sharded, context, partial(_make_whole, waiting, stages))
+        waiting.pipeline.start(staged)
+        return staged
+    if sharded is not None:
+        return sharded
+    if context.layout.data_parallel_size > 1:
+        every = context.config.syncs_every_backward
+        return ReplicatedEngine(module, group=data.device, device=context.device, sync_every_backward=every)
+    DeferredValues(module).fill_through(module)
+    module.to(context.device)
+    return WholeEngine(module)
+
+
+def follow(context: RunContext, module: pl.LightningModule, engine: Engine, optimizers: Sequence[Optimizer]) -> None:
+    """Let the optimizers of a run that trains, and the engine, know each other."""
+    if module.trainer.state.fn == TrainerFn.FITTING:
+        lightning_compat.optimizers_to_device(optimizers, context.device)
+        for optimizer in optimizers:
+            engine.watch(optimizer)
+        context.precision.step_on_shards(optimizers)
+
+
+# -- batches in pieces -------------------------------------------------------------------------------------------------
+
+
+def in_pieces(
+    work: Waiting | Parallelized, window: AccumulationWindow, begin: Callable[[FirstPiece], Engine]
+) -> MicrobatchedStep | None:
+    """What carries out training steps in micro-batches; ``None`` where each batch is one piece.
+
+    Args:
+        work: the module; parallelized, unless it waits for a pipeline's first micro-batch.
+        window: the batches between two optimizer steps.
+        begin: called with a pipeline's first micro-batch, before it is run; returns the engine at work.
+    """
+    context, module = work.context, work.module
+    if not _cuts_batches(context):
+        return None
+    stages, count = context.layout.pipeline, context.config.microbatches.count
+    if count == "auto":
+        count = 3 * stages if stages > 1 else 1
+    agreement = Agreement(context.groups.run.control) if context.has_several_processes else None
+    if work.pipeline is None:
+        alone = context.layout.data_parallel_size == 1
+        sequential = SequentialRunner(module, work.engine, work.tensor.over, context.precision, alone=alone)
+        return MicrobatchedStep(context, module, work.engine, window, sequential, count, agreement)
+    verify = context.layout.tensor > 1 if context.config.verify == "auto" else context.config.verify
+    return MicrobatchedStep(
+        context,
+        module,
+        work.engine,
+        window,
+        work.pipeline,
+        count,
+        agreement,
+        lambda piece, args, pieces: begin(FirstPiece(piece, args, pieces)),
+        StageVerification(context, module, work.pipeline) if verify else None,
+    )
+
+
+def _cuts_batches(context: RunContext) -> bool:
+    """A mean over labels spans windows and ranks, and running out of memory may call for more pieces."""
+    asked = context.config.microbatches
+    several = asked.count not in ("auto", 1) or context.layout.pipeline > 1
+    return several or asked.weight == "valid_labels" or asked.oom_retry
+
+
+# -- taking apart ------------------------------------------------------------------------------------------------------
+
+
+def take_apart(work: Waiting | Parallelized, optimizers: Sequence[Optimizer]) -> bool:
+    """The module is an ordinary one again, wherever the memory allows it; all ranks must call this.
+
+    Returns:
+        whether it is.
+    """
+    if isinstance(work, Parallelized) and not work.engine.is_sharded and work.stages is None:
+        work.tensor.undo()  # while the parts are on their devices
+    if not work.engine.release(optimizers):
+        rank_zero_info(
+            "lightning_effi: the module stays sharded, since it does not fit into the memory of one process. Use"
+            " trainer.save_checkpoint(), or go on with this Trainer"
+        )
+        return False
+    work.tensor.undo()
+    work.context.precision.release(work.module)
+    return True
+
+
+def abandon(work: Waiting | Parallelized) -> None:
+    """After a failure that other ranks have not met: take off hooks and shadowed methods, which asks nobody."""
+    work.engine.leave()
+    if work.pipeline is not None:
+        work.pipeline.leave()
+    work.context.precision.release(work.module)
+
+
+def _make_whole(waiting: Waiting, stages: StageParameters, optimizers: Sequence[Optimizer]) -> None:
+    """Undo what :func:`parallelize` did to the module of a pipeline before it was sharded."""
+    assert waiting.pipeline is not None
+    waiting.tensor.undo()
+    stages.follow(waiting.module)
+    waiting.pipeline.make_whole(optimizers)
