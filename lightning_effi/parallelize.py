@@ -18,26 +18,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
-from lightning_effi.comm.agreement import Agreement
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.context import RunContext
 from lightning_effi.data_parallel.engine import Engine, WholeEngine
 from lightning_effi.data_parallel.optimizers import DetachedOptimizers, moments
 from lightning_effi.data_parallel.plan import ShardingPlan, plan_sharding, shards
-from lightning_effi.data_parallel.refuse import refuse_averaging_of_shards, refuse_unshardable
 from lightning_effi.data_parallel.replicated import ReplicatedEngine
 from lightning_effi.data_parallel.sharded import ShardedEngine
-from lightning_effi.gradients.window import AccumulationWindow
-from lightning_effi.microbatches.retry import refuse_retry
-from lightning_effi.microbatches.sequential import SequentialRunner
 from lightning_effi.microbatches.split import Piece
-from lightning_effi.microbatches.step import MicrobatchedStep, refuse_uncuttable
 from lightning_effi.modules.deferred import DeferredValues
 from lightning_effi.modules.undo import Undo
 from lightning_effi.pipeline_parallel.engine import PipelineEngine, UnsplitEngine
 from lightning_effi.pipeline_parallel.running.runner import PipelineRunner, Planned
 from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
-from lightning_effi.pipeline_parallel.verify import StageVerification
 from lightning_effi.plan import Plan
 from lightning_effi.tensor_parallel.planning.plan import TensorPlan
 from lightning_effi.tensor_parallel.run import TensorRun
@@ -119,26 +112,6 @@ class Parallelized(Work):
 
 
 # -- set-up ------------------------------------------------------------------------------------------------------------
-
-
-def refuse(context: RunContext, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
-    """What is known before the first batch to be impossible.
-
-    Raises:
-        ValueError: naming the setting, and the nearest one that works.
-    """
-    config, layout, trainer = context.config, context.layout, module.trainer
-    if layout.pipeline > 1:
-        refuse_averaging_of_shards(trainer, f"pipeline_parallel_size={layout.pipeline}")
-    if layout.tensor > 1:
-        refuse_unshardable(optimizers, f"tensor_parallel_size={layout.tensor}")
-        refuse_averaging_of_shards(trainer, f"tensor_parallel_size={layout.tensor}")
-    if shards(layout, config.zero_stage, context.precision.compute):
-        refuse_unshardable(optimizers, f"zero_stage={config.zero_stage}")
-        refuse_averaging_of_shards(trainer, f"zero_stage={config.zero_stage}")
-    if trainer.state.fn == TrainerFn.FITTING and _cuts_batches(context):
-        refuse_uncuttable(module, config)
-        refuse_retry(config, layout.data_parallel_size)
 
 
 def set_up(
@@ -305,51 +278,6 @@ def follow(context: RunContext, module: pl.LightningModule, engine: Engine, opti
         for optimizer in optimizers:
             engine.watch(optimizer)
         context.precision.step_on_shards(optimizers)
-
-
-# -- batches in pieces -------------------------------------------------------------------------------------------------
-
-
-def in_pieces(
-    work: Waiting | Parallelized, window: AccumulationWindow, begin: Callable[[FirstPiece], Engine]
-) -> MicrobatchedStep | None:
-    """What carries out training steps in micro-batches; ``None`` where each batch is one piece.
-
-    Args:
-        work: the module; parallelized, unless it waits for a pipeline's first micro-batch.
-        window: the batches between two optimizer steps.
-        begin: called with a pipeline's first micro-batch, before it is run; returns the engine at work.
-    """
-    context, module = work.context, work.module
-    if not _cuts_batches(context):
-        return None
-    stages, count = context.layout.pipeline, context.config.microbatches.count
-    if count == "auto":
-        count = 3 * stages if stages > 1 else 1
-    agreement = Agreement(context.groups.run.control) if context.has_several_processes else None
-    if work.pipeline is None:
-        alone = context.layout.data_parallel_size == 1
-        sequential = SequentialRunner(module, work.engine, work.tensor.over, context.precision, alone=alone)
-        return MicrobatchedStep(context, module, work.engine, window, sequential, count, agreement)
-    verify = context.layout.tensor > 1 if context.config.verify == "auto" else context.config.verify
-    return MicrobatchedStep(
-        context,
-        module,
-        work.engine,
-        window,
-        work.pipeline,
-        count,
-        agreement,
-        lambda piece, args, pieces: begin(FirstPiece(piece, args, pieces)),
-        StageVerification(context, module, work.pipeline) if verify else None,
-    )
-
-
-def _cuts_batches(context: RunContext) -> bool:
-    """A mean over labels spans windows and ranks, and running out of memory may call for more pieces."""
-    asked = context.config.microbatches
-    several = asked.count not in ("auto", 1) or context.layout.pipeline > 1
-    return several or asked.weight == "valid_labels" or asked.oom_retry
 
 
 # -- taking apart ------------------------------------------------------------------------------------------------------

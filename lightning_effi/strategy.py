@@ -12,11 +12,11 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_effi.at_work import ModuleAtWork
 from lightning_effi.checkpoint.run import Held, RunCheckpoint
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.config import (
@@ -47,22 +47,8 @@ from lightning_effi.loop.failure import failed_together
 from lightning_effi.loop.signals import DeferredSignals
 from lightning_effi.loop.skipped import SkippedSteps
 from lightning_effi.mesh import MeshStrategy
-from lightning_effi.microbatches.step import MicrobatchedStep
 from lightning_effi.modules.deferred import parameters_on_meta
 from lightning_effi.modules.undo import Undo
-from lightning_effi.parallelize import (
-    FirstPiece,
-    FirstStep,
-    Parallelized,
-    Waiting,
-    abandon,
-    follow,
-    in_pieces,
-    parallelize,
-    refuse,
-    set_up,
-    take_apart,
-)
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
 
@@ -177,16 +163,13 @@ class EffiStrategy(MeshStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._work: Waiting | Parallelized | None = None  # the module, from set-up on
-        self._pieces: MicrobatchedStep | None = None  # training steps, where batches are cut
-        self._plan: Plan | None = None
-        self._told = ""
-        self.window = AccumulationWindow(exact=exact_accumulation)
+        self.undo = Undo()  # of what a run changes around it
+        self._window = AccumulationWindow(exact=exact_accumulation)
+        self._work = ModuleAtWork(self._window, self.undo)
         self._checkpoint = RunCheckpoint(self.config.checkpoints, self.broadcast, self.barrier)
         self._signals = DeferredSignals()
         self._skipped = SkippedSteps()
         self._reading = ReadableShards(self._shard_of, self._backward_by_hand)
-        self.undo = Undo()  # of what a run changes around it
         self._still_together = False  # after an error
 
     # -- what users and Lightning ask --------------------------------------------------------------------------------
@@ -197,12 +180,12 @@ class EffiStrategy(MeshStrategy):
 
         With tensor parallelism and pipelines that is in the first step, which shows what the blocks are called with.
         """
-        if self._plan is None:
+        if (plan := self._work.plan) is None:
             raise RuntimeError(
                 "strategy.plan is known once the module has been set up (from on_fit_start on, with tensor parallelism"
                 " and pipelines from the end of the first step on)"
             )
-        return self._plan
+        return plan
 
     @property
     @override
@@ -229,16 +212,14 @@ class EffiStrategy(MeshStrategy):
     @property
     def engine(self) -> Engine:
         """Data parallelism at work; there once the module has been set up."""
-        return self._at_work.engine
+        return self._work.state.engine
 
     @property
     @override
     def modules_here(self) -> Sequence[str] | None:
         if self.layout.pipeline == 1:
             return ("",)
-        if not isinstance(self._work, Parallelized) or self._work.stages is None:
-            return None
-        return self._work.stages.modules
+        return None if self._work.stages is None else self._work.stages.modules
 
     # -- before the run: who takes part ------------------------------------------------------------------------------
 
@@ -271,66 +252,17 @@ class EffiStrategy(MeshStrategy):
         self.precision.use_device(self.root_device, self.context.groups.run.device)
         self.undo.push(self.precision.leave_run)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        if isinstance(self._work, Parallelized) and self._work.module is module:
-            if fitting:
-                self._go_on(trainer, self._work)
-        else:
-            self._plan = None
+        if not self._work.is_left_over(module):
             if self.layer_sync is not None:
                 module = self.layer_sync.apply(module)  # type: ignore[assignment]
             self.model = self.precision.convert_module(module)
-            if fitting:
-                self.setup_optimizers(trainer)
-            refuse(self.context, module, self.optimizers)
-            self._work = set_up(self.context, module, self.optimizers, self._tell, self.undo)
+        elif fitting:
+            self._work.rest()
         if fitting:
-            follow(self.context, module, self.engine, self.optimizers)
-        self._cut_batches()
+            self.setup_optimizers(trainer)
+        self._work.set_up(self.context, module)
         self.setup_precision_plugin()
         self.barrier("setup")
-
-    def _go_on(self, trainer: pl.Trainer, work: Parallelized) -> None:
-        """A further fit of a module that an earlier one has left in parts."""
-        if work.stages is not None:
-            raise RuntimeError(
-                f"{type(work.module).__name__} is still split into pipeline stages by an earlier fit, since the whole"
-                " module does not fit into the memory of one process. Build it anew and load a checkpoint"
-            )
-        work.engine.rest()
-        self.setup_optimizers(trainer)
-        refuse(self.context, work.module, self.optimizers)
-
-    def _tell(self, plan: Plan) -> None:
-        """Show a plan once, unless it has changed (another module, another optimizer)."""
-        self._plan = plan
-        if (text := str(plan)) != self._told:
-            self._told = text
-            rank_zero_info(text)
-
-    def _cut_batches(self) -> None:
-        """Decide how training steps are carried out, unless the module waits for its first step."""
-        work, self._pieces = self._at_work, None
-        ready = isinstance(work, Parallelized) or work.pipeline is not None
-        if ready and work.module.trainer.state.fn == TrainerFn.FITTING:
-            self._pieces = in_pieces(work, self.window, self._begin_pipeline)
-
-    def _begin_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Waiting | Parallelized:
-        """The first step that is run, within the precision's context, shows how the module is used."""
-        self._at_work.tensor.begin_step(args)
-        if isinstance(self._work, Waiting) and self.layout.pipeline == 1:
-            self._work = parallelize(self._work, self.optimizers, FirstStep(step, args, kwargs))
-            self._cut_batches()
-        return self._at_work
-
-    def _begin_pipeline(self, first: FirstPiece) -> Engine:
-        assert isinstance(self._work, Waiting)
-        self._work = parallelize(self._work, self.optimizers, first)
-        return self._work.engine
-
-    @property
-    def _at_work(self) -> Waiting | Parallelized:
-        assert self._work is not None
-        return self._work
 
     @override
     def model_to_device(self) -> None:
@@ -342,10 +274,10 @@ class EffiStrategy(MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         with self.precision.train_step_context():
-            work = self._begin_step(self.lightning_module.training_step, args, kwargs)
+            work = self._work.begin_step(self.lightning_module.training_step, args, kwargs)
         work.probe.before_first_step(self.lightning_module, work.engine, work.tensor.over, *args)
-        if self._pieces is not None:
-            return self._pieces(*args, **kwargs)
+        if self._work.pieces is not None:
+            return self._work.pieces(*args, **kwargs)
         manual = not self.lightning_module.automatic_optimization  # then the step itself looks at gradients
         with self.precision.train_step_context(), self._reading if manual else nullcontext():
             output = work.run_step(self.lightning_module.training_step, *args, **kwargs)
@@ -357,7 +289,7 @@ class EffiStrategy(MeshStrategy):
 
     def _around_zero_grad(self) -> AbstractContextManager[object]:
         """Hooks between ``training_step`` and ``backward`` look at the gradients of the step before."""
-        return self._reading if self._pieces is None else nullcontext()
+        return self._reading if self._work.pieces is None else nullcontext()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -379,7 +311,7 @@ class EffiStrategy(MeshStrategy):
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A step without backward: what it gathered must not outlive it, or a later load would be lost with it."""
-        work = self._begin_step(step, args, kwargs)
+        work = self._work.begin_step(step, args, kwargs)
         try:
             return work.run_step(step, *args, **kwargs)
         finally:
@@ -397,13 +329,13 @@ class EffiStrategy(MeshStrategy):
         self.pre_backward(closure_loss)
         closure_loss = self.precision.pre_backward(closure_loss, self.lightning_module)
         with self._reading.paused():
-            if self._pieces is not None and self._pieces.has_gradients:
-                self._pieces.give_gradients()
+            if self._work.pieces is not None and self._work.pieces.has_gradients:
+                self._work.pieces.give_gradients()
             else:
                 self.engine.before_backward(closure_loss)
                 self.precision.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
                 self.engine.after_backward()  # before on_after_backward, which post_backward calls
-        self.window.count()
+        self._window.count()
         with self._reading:  # on_after_backward looks at gradients
             closure_loss = self.precision.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -438,7 +370,7 @@ class EffiStrategy(MeshStrategy):
             result = closure()
             with self._reading.paused():
                 self.engine.before_optimizer_step()
-            self.window.close(self.lightning_module, optimizer, self.context.groups.data.control)
+            self._window.close(self.lightning_module, optimizer, self.context.groups.data.control)
             return result
 
         try:
@@ -482,9 +414,8 @@ class EffiStrategy(MeshStrategy):
     @property
     def _held(self) -> Held:
         assert self.lightning_module is not None
-        engine = None if self._work is None else self._work.engine
-        stages = self._work.stages if isinstance(self._work, Parallelized) else None
-        return Held(self._context, self.lightning_module, engine, stages, self.optimizers)
+        engine = self.engine if self._work.exists else None
+        return Held(self._context, self.lightning_module, engine, self._work.stages, self.optimizers)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -526,9 +457,7 @@ class EffiStrategy(MeshStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._work is not None:
-            self._work.engine.explain(exception)
-            self._work.tensor.explain(exception)
+        self._work.explain(exception)
         self._still_together = failed_together(self.board)
         if not self._still_together and not isinstance(exception, KeyboardInterrupt):
             end_other_processes(self.launcher)
@@ -540,8 +469,9 @@ class EffiStrategy(MeshStrategy):
         After an error that other ranks have not met, only what is this rank's own is taken back.
         """
         try:
-            if self._work is not None:
-                self._end(self._work, all_ranks=not self.is_interrupted or self._still_together)
+            module = self._work.end(all_ranks=not self.is_interrupted or self._still_together)
+            if module is not None and self.layer_sync is not None:
+                self.layer_sync.revert(module)
         finally:
             self.undo.run()
         assert self.cluster_environment is not None
@@ -550,15 +480,6 @@ class EffiStrategy(MeshStrategy):
         assert self.accelerator is not None
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    def _end(self, work: Waiting | Parallelized, *, all_ranks: bool) -> None:
-        if not all_ranks:
-            abandon(work)
-            self._work = None
-        elif take_apart(work, self.optimizers):
-            self._work = None
-            if self.layer_sync is not None:
-                self.layer_sync.revert(work.module)
 
     @property
     def is_interrupted(self) -> bool:

@@ -40,6 +40,7 @@ ROOMS = (
     "launch",
     "callbacks",
     "parallelize",
+    "at_work",
     "strategy",
     "cli",
     "__init__",
@@ -80,6 +81,10 @@ def test_config_imports_no_engine() -> None:
     assert "torch" not in modules_after(script)
 
 
+# A split tensor looks up what torch functions do with it, and that makes split tensors: imported where it is called.
+LOOKED_UP = ("tensor_parallel.rules", "tensor_parallel.layers.multihead")
+
+
 def imports() -> Iterator[tuple[str, str]]:
     """Every import of one file of the package by another, in functions and for type checking too: dotted names."""
     files = {_name(path): path for path in ROOT.rglob("*.py")}
@@ -117,7 +122,7 @@ def test_only_the_roof_knows_the_strategy() -> None:
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
     for name, source in imports():
-        if name != source:
+        if name != source and not (source in LOOKED_UP and name.startswith("tensor_parallel")):
             graph.setdefault(name, set()).add(source)
     try:
         order = list(TopologicalSorter(graph).static_order())
