@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -172,6 +173,14 @@ class EffiStrategy(MeshStrategy):
         self._reading = ReadableShards(self._shard_of, self._backward_by_hand)
         self._still_together = False  # after an error
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In a run, a copy (in hyper-parameters, say) is a strategy with the same settings that belongs to no run."""
+        if self._context is None:
+            return super().__reduce_ex__(protocol)
+        settings = {field.name: getattr(self.config, field.name) for field in fields(self.config)}
+        return _with_settings, (type(self), {**settings, "precision_plugin": self._given_precision})
+
     # -- what users and Lightning ask --------------------------------------------------------------------------------
 
     @property
@@ -249,6 +258,8 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._checkpoint.refuse_remote(trainer)
+        if not self.assembly.exists:
+            self._checkpoint.remember(self.lightning_module)
         self.precision.use_device(self.root_device, self.context.groups.run.device)
         self.undo.push(self.precision.leave_run)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
@@ -497,3 +508,7 @@ class EffiStrategy(MeshStrategy):
             strategy_registry.register(
                 f"effi_zero{stage}", cls, description=f"ZeRO sharding, stage {stage}", zero_stage=stage
             )
+
+
+def _with_settings(strategy: type[EffiStrategy], settings: dict[str, Any]) -> EffiStrategy:
+    return strategy(**settings)

@@ -16,10 +16,12 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_effi.checkpoint import full, sharded, stages
 from lightning_effi.checkpoint.stored import read_model, read_optimizers
+from lightning_effi.checkpoint.whole_modules import WholeModules
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.comm.gather import gather_full
 from lightning_effi.compat import lightning as lightning_compat
@@ -82,18 +84,24 @@ class RunCheckpoint:
         barrier: over all ranks.
     """
 
-    def __init__(self, settings: Checkpoints, broadcast: Callable[[str], str], barrier: Callable[[], None]) -> None:
+    def __init__(self, settings: Checkpoints, broadcast: Callable[[Any], Any], barrier: Callable[[], None]) -> None:
         self._is_sharded = settings.format == "sharded"
+        self._whole: WholeModules | None = None
         self._broadcast = broadcast
         self._barrier = barrier
+
+    def remember(self, module: nn.Module) -> None:
+        """Before ``module`` is set up: hyper-parameters may hold parts of it, which checkpoints hold as they are."""
+        self._whole = WholeModules(module)
 
     def model_state(self, held: Held, *, after_error: bool) -> dict[str, Any]:
         """``full``: everything on rank zero. ``sharded``: each rank's own part. All ranks must call this."""
         if after_error:
             _meet(held)
         held.settle()
-        if self._is_sharded:
-            return held.module.state_dict()
+        return held.module.state_dict() if self._is_sharded else self._gathered(held)
+
+    def _gathered(self, held: Held) -> dict[str, Any]:
         if held.stages is not None:
             return stages.gather_model(held.module, held.stages)
         return full.gather_model(held.module, keep=held.is_first_rank)
@@ -112,7 +120,7 @@ class RunCheckpoint:
         self, held: Held, checkpoint: dict[str, Any], filepath: Any, io: CheckpointIO, storage_options: Any | None
     ) -> None:
         """Write a checkpoint that Lightning has put together from the two methods above."""
-        local = local_path(filepath)
+        checkpoint, local = self._with_whole_modules(held, checkpoint), local_path(filepath)
         if not self._is_sharded:
             if held.is_first_rank:
                 with nullcontext() if local is None else sharded.moved_aside(local):
@@ -129,6 +137,16 @@ class RunCheckpoint:
             barrier=self._barrier,
             merge=None if held.stages is None else partial(stages.merge_stages, held.stages),
         )
+
+    def _with_whole_modules(self, held: Held, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """With plain modules where it holds modules that are at work; a directory has their values elsewhere."""
+        whole = self._whole
+        if whole is None or held.engine is None:
+            return checkpoint
+        if not self._broadcast(held.is_first_rank and whole.found_in(checkpoint)):
+            return checkpoint
+        values = {} if self._is_sharded else self._gathered(held)
+        return whole.replaced(checkpoint, values) if held.is_first_rank else checkpoint
 
     def refuse_remote(self, trainer: pl.Trainer) -> None:
         """Before the run: where a callback is going to save to a place that the format cannot write to."""

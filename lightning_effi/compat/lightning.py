@@ -123,6 +123,9 @@ class _GatherInGroup:
     def __deepcopy__(self, memo: Any) -> _GatherInGroup:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a metric in a checkpoint belongs to no run
+
     def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
         from torchmetrics.utilities.distributed import gather_all_tensors
 

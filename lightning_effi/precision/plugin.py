@@ -112,6 +112,11 @@ class EffiPrecision(Precision):
         self._stock = self._stock_plugin()
         self._local_steps: dict[int, LocalStep] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of the settings and the loss scale; what belongs to a run (its ranks, its optimizers) stays in it."""
+        steps = None if self.scaler is None else ScaledSteps(self.scaler, self._device, None)
+        return {**self.__dict__, "_steps": steps, "_local_steps": {}, "stages": None}
+
     @classmethod
     def from_stock(cls, plugin: Precision) -> EffiPrecision:
         """The counterpart of a plugin that Lightning made from ``Trainer(precision=...)``, or that a user made.
