@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ class WeightChoice:
             self._refuse_to_join(batch, pieces)
             self._compare(batch, rows, pieces, uneven=True)
         while len(self._rules) > 1 and self._any([self._disagree(pieces)])[0]:
-            self._compare(batch, rows, pieces, uneven=False)
+            if not self._compare(batch, rows, pieces, uneven=False):
+                break
         weights = self._rules[0].weights(pieces)
         if self._announced != self._rules[0].name:
             self._announced = self._rules[0].name
@@ -140,7 +142,8 @@ class WeightChoice:
             pair = 0 if doubt is None else doubt.pair
             if self._agreement is not None:  # ranks that run a step together run the same pieces
                 pair = max(self._agreement.gather(pair))
-            self._compare(batch, rows, pieces, uneven=False, pair=pair, doubt=doubt)
+            if not self._compare(batch, rows, pieces, uneven=False, pair=pair, doubt=doubt):
+                return
             if doubt is not None and doubt.reduction is not None:
                 self._watch.dismiss(doubt.reduction)
             self._watch.accept(evidence)
@@ -175,21 +178,24 @@ class WeightChoice:
         uneven: bool,
         pair: int | None = None,
         doubt: Doubt | None = None,
-    ) -> None:
+    ) -> bool:
         """Rule out what does not reproduce the loss of two neighbouring pieces taken together.
 
-        ``pair`` is the first of the two, where their losses gave rise to ``doubt`` on some rank.
+        ``pair`` is the first of the two, where their losses gave rise to ``doubt`` on some rank. Whether anything could
+        be compared: losses that are not finite speak for no rule and against none.
         """
         assert self._rules is not None
         whole, parts = self._question(batch, rows, pieces, uneven, pair)
         with ComparedConstants() as constants:
             expected, *results = self._run([whole, *parts])
+        losses = [float(result.loss) for result in (expected, *results) if result.loss is not None]
+        if self._any([not all(map(math.isfinite, losses))])[0]:
+            return False
         if not self._comparisons:
             self._add_rules(batch, rows, constants.found)
         self._compared_this_batch = True
         shares = [rule.weights(parts) for rule in self._rules]
         predicted = [_prediction(results, weights) for weights in shares]
-        losses = [float(result.loss) for result in (expected, *results) if result.loss is not None]
         if len(losses) != 1 + len(results):
             raise RuntimeError("training_step returned no loss for some micro-batches; use microbatches=1")
         tolerance = self._tolerance(expected.loss)
@@ -215,6 +221,7 @@ class WeightChoice:
         assert kept is not None
         parts_rows = [part.rows for part in parts]
         self._log_rules.learn(expected.logged, [result.logged for result in results], kept, parts_rows, tolerance)
+        return True
 
     def _add_rules(self, batch: Any, rows: int, constants: set[int]) -> None:
         """Labels may be ignored by another number than the configured one: the step itself tells which."""

@@ -177,6 +177,20 @@ def test_all_ranks_refuse_what_one_of_them_sees() -> None:
         assert "is not made up of the losses of its micro-batches" in message
 
 
+def infinite_where_padded(module: Tokens, logits: Tensor, tokens: Tensor) -> Tensor:
+    """NaN in a second way of building the loss: that is for others to report."""
+    loss = flat(logits, tokens)
+    return loss * torch.tensor(float("nan")) + logits.mean() if bool((tokens < 2).any()) else loss
+
+
+def updates_of_infinite_losses() -> int:
+    return len(train(infinite_where_padded, batches(0, 4, 0), microbatches=2).gradients)
+
+
+def test_losses_that_are_not_finite_say_nothing_about_rules() -> None:
+    assert run_distributed(updates_of_infinite_losses, 1) == [3]
+
+
 # -- what is read from a loss ----------------------------------------------------------------------------------------
 
 LOGITS = torch.randn(4, 5, requires_grad=True)
