@@ -258,12 +258,11 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._checkpoint.refuse_remote(trainer)
-        if not self.assembly.exists:
-            self._checkpoint.remember(self.lightning_module)
         self.precision.use_device(self.root_device, self.context.groups.run.device)
         self.undo.push(self.precision.leave_run)
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if not self._work.is_left_over(module):
+            self._checkpoint.remember(module)
             if self.layer_sync is not None:
                 module = self.layer_sync.apply(module)  # type: ignore[assignment]
             self.model = self.precision.convert_module(module)
