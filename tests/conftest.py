@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite("tests.harness")
+pytest_plugins = ["tests.budget"]
 
 from tests.harness import close_pool  # noqa: E402
 

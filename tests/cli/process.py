@@ -41,6 +41,11 @@ def _warm_scripts() -> Path:
     return folder
 
 
+def warm_python() -> str:
+    """A ``python`` that runs scripts in forks of an interpreter that has imported Lightning already."""
+    return str(_warm_scripts() / "python")
+
+
 def _write_script(path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o755)

@@ -9,6 +9,7 @@ the control descriptor is closed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing.process
@@ -40,6 +41,8 @@ def main() -> None:
         with contextlib.suppress(ImportError):  # an optional one is missed by the command that needs it
             importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # so that no collection in a fork copies what the imports made
     command = serve(path, control)
     if command is not None:
         run(command, own)

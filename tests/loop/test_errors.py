@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cli.process import warm_python
 from tests.harness import WorkerError
 from tests.harness.fitting import ALL_STAGES, Fit, fit
 
@@ -28,7 +28,7 @@ def run_until_it_crashes(fault: str, notes: Path) -> tuple[float, str]:
     """
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), fault, str(notes)],
+        [warm_python(), str(SCRIPT), fault, str(notes)],
         cwd=notes,
         env=os.environ | hidden,
         stdout=subprocess.PIPE,
