@@ -27,7 +27,11 @@ class Block(nn.Module):
 
 
 class Classifier(pl.LightningModule):
-    """A batch is ``(x [rows, FEATURES], y [rows])``."""
+    """A batch is ``(x [rows, FEATURES], y [rows])``.
+
+    In fp64 from the start: stock Lightning loads a checkpoint before it converts the module, so an fp32 one would
+    round what was saved.
+    """
 
     def __init__(
         self, width: int = 6, blocks: int = 2, learning_rate: float = 0.05, schedule: Schedule = "none"
@@ -39,6 +43,7 @@ class Classifier(pl.LightningModule):
         self.head = nn.Linear(width, CLASSES)
         self.train_accuracy = MulticlassAccuracy(CLASSES, average="micro")
         self.val_accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -85,7 +90,7 @@ class Classifier(pl.LightningModule):
 
 def dataset(rows: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, FEATURES, generator=generator)
+    x = torch.randn(rows, FEATURES, generator=generator).double()
     return TensorDataset(x, (x.sum(dim=1) > 0).long() + (x[:, 0] > 0.5).long())
 
 

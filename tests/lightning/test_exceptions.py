@@ -199,6 +199,7 @@ def _slurm_trainer(zero_stage: int, *callbacks: pl.Callback) -> pl.Trainer:
         devices=2,
         strategy=EffiStrategy(zero_stage),  # type: ignore[arg-type]
         max_epochs=1,
+        precision="64-true",
         callbacks=list(callbacks),
         logger=False,
         enable_progress_bar=False,

@@ -71,7 +71,7 @@ def saved_by(layout: dict[str, Any]) -> dict[str, Any]:
     strategy: dict[str, Any] = {**layout, "verify": False}
     copies = {"strategy": EffiStrategy(**strategy), "plugins": [EffiPrecision()], "callbacks": [HealthCheck()]}
     module = given(**copies)
-    trainer = trainer_for(strategy, max_steps=2)
+    trainer = trainer_for(strategy, max_steps=2, precision="32-true")
     module.arguments["running"] = module.hparams["running"] = trainer.strategy
     module.arguments["precision"] = module.hparams["precision"] = trainer.strategy.precision_plugin
     trainer.fit(module, DataLoader(torch.randn(32, WIDTH), batch_size=4))

@@ -34,6 +34,7 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=2,
         strategy=strategy,
+        precision="64-true",
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

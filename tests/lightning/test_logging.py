@@ -108,7 +108,7 @@ class Asking(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows, self.mean = SumMetric(), MeanMetric()
+        self.rows, self.mean = SumMetric(), MeanMetric().set_dtype(torch.float64)
         self.seen: dict[str, Any] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
