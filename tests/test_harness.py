@@ -8,12 +8,14 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.budget import ALL, BUDGET
 from tests.harness import (
     Training,
     WorkerError,
@@ -222,6 +224,11 @@ def test_nan_is_neither_zero_nor_close_to_anything() -> None:
     start, expected = updated([1.0], 1)
     error = relative_errors({"weight": torch.tensor([math.nan])}, expected, start, 1)["weight"]
     assert math.isnan(error)
+
+
+def test_budgets_are_of_folders_and_fit_into_ten_minutes_of_two_cores() -> None:
+    assert all((Path(__file__).parent / folder).is_dir() for folder in BUDGET)
+    assert sum(BUDGET.values()) <= ALL
 
 
 def initial_loss_and_number_of_blocks(case: ModelCase) -> tuple[float, int]:
