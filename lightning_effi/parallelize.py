@@ -212,7 +212,7 @@ def _make_plan(waiting: Waiting, first: FirstStep | FirstPiece | None) -> tuple[
             return waiting.tensor.plan(waiting.module, first.step, first.args, first.kwargs), None
         case FirstPiece():
             assert waiting.pipeline is not None
-            planned = waiting.pipeline.plan(first.piece, first.args, first.count)
+            planned = waiting.pipeline.plan(first.count)
             return planned.tensor, _Staged(waiting.pipeline, planned, first)
         case None:
             return None, None

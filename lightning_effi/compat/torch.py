@@ -227,3 +227,23 @@ def output_size(node: Any, index: int) -> int:
 def saved(node: Any, name: str) -> Any:
     """What a node of the autograd graph keeps for its backward under ``name`` (``Node._saved_*``), or ``None``."""
     return getattr(node, f"_saved_{name}", None)
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """What autocast, where it is on, computes with."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None
+
+
+@contextmanager
+def function_mode_left(mode: Any) -> Iterator[None]:
+    """Inside, ``mode`` sees nothing if it is the innermost function mode, and costs nothing."""
+    from torch import overrides
+
+    if overrides._get_current_function_mode() is not mode:
+        yield
+        return
+    with overrides._pop_mode_temporarily():
+        yield

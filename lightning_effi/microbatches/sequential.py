@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_effi.comm.agreement import Agreement
 from lightning_effi.microbatches.evidence import evidence_of
 from lightning_effi.microbatches.logs import StepResult, captured_logs
 from lightning_effi.microbatches.split import Piece
@@ -32,6 +33,7 @@ class SequentialRunner:
         over: what a step hook runs as on the module, whose layers may be split.
         precision: what it computes with.
         alone: whether no other rank runs the same step with other data.
+        agreement: among all ranks that run a step together, or ``None``.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class SequentialRunner:
         precision: EffiPrecision,
         *,
         alone: bool,
+        agreement: Agreement | None = None,
     ) -> None:
         self._module = module
         self._engine = engine
         self._over = over
         self._precision = precision
         self._alone = alone
+        self._agreement = agreement
 
     def fitting(self, microbatches: int) -> int:
         """Any number will do."""
@@ -103,18 +107,26 @@ class SequentialRunner:
         self._engine.rest()
         return results
 
-    def changes(self, piece: Piece, args: Sequence[Any]) -> list[str]:
-        """What ``training_step`` changes besides gradients."""
+    def observe(self, piece: Piece, args: Sequence[Any]) -> tuple[StepResult, list[str]]:
+        """The result of a piece as :meth:`compare` gives it, and what ``training_step`` changes besides gradients."""
         module, over = self._module, self._over(self._module.training_step)
+        found: list[StepResult] = []
+
+        def run(*step_args: Any) -> None:
+            with captured_logs(module) as logged:
+                output = over(*step_args)
+            found.append(StepResult(None if output is None else loss_of(output), output, logged))
 
         def step(*step_args: Any) -> list[str]:
-            with captured_logs(module):
-                return changed_by(module, lambda: over(*step_args))
+            return changed_by(module, lambda: run(*step_args), self._any)
 
-        with torch.no_grad(), self._precision.train_step_context():
-            found = self._engine.run_step(step, piece.data, *args)
+        with torch.no_grad(), SameForAllRows(), self._precision.train_step_context():
+            changed = self._engine.run_step(step, piece.data, *args)
         self._engine.rest()
-        return found
+        return found[0], changed
+
+    def _any(self, flag: bool) -> bool:
+        return flag if self._agreement is None else self._agreement.any([flag])[0]
 
     def _forward(self, piece: Piece, args: Sequence[Any]) -> StepResult:
         with captured_logs(self._module) as logged:

@@ -45,7 +45,7 @@ class Runner(Protocol):
 
     def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]: ...
 
-    def changes(self, piece: Piece, args: Sequence[Any]) -> list[str]: ...
+    def observe(self, piece: Piece, args: Sequence[Any]) -> tuple[StepResult, list[str]]: ...
 
 
 class Verification(Protocol):
@@ -95,6 +95,7 @@ class MicrobatchedStep:
         self._agreement = agreement
         self._shelf = GradientShelf(module, engine)
         self._probed = False
+        self._observed: tuple[Piece, StepResult] | None = None
         self._trial: MemoryTrial | None = None
         if context.config.microbatches.oom_retry and isinstance(runner, SequentialRunner):
             self._trial = MemoryTrial(
@@ -128,12 +129,13 @@ class MicrobatchedStep:
         rows, pieces = self._cut(batch, self._count)
         if self._verification is not None:
             self._verification.expect(self._choice.uncut(batch, pieces), args)
-        if self._prepare is not None:
-            self._engine = self._prepare(pieces[0], args, len(pieces))
-            self._prepare = None
         if not self._probed and (len(pieces) > 1 or self._context.layout.pipeline > 1):
             self._probe(pieces[0])
         weights = self._choice.weights(batch, rows, pieces)
+        self._observed = None
+        if self._prepare is not None:
+            self._engine = self._prepare(pieces[0], args, len(pieces))
+            self._prepare = None
         if self._verification is not None:
             self._verification.compare(pieces, weights, args)
             self._verification = None
@@ -213,14 +215,18 @@ class MicrobatchedStep:
         return start, pieces
 
     def _probe(self, piece: Piece) -> None:
-        """A step that keeps state would change it once a micro-batch.
+        """The first run of a piece: it may serve a comparison, and shows what the step keeps.
+
+        A step that keeps state would change it once a micro-batch.
 
         Raises:
             RuntimeError: on all ranks, naming what the step changes.
         """
         self._probed = True
         with restored(self._module):
-            changed = self._runner.changes(piece, self._args)
+            result, changed = self._runner.observe(piece, self._args)
+        if self._is_exact:
+            self._observed = piece, result
         if self._agreement is not None:
             changed = sorted(set().union(*self._agreement.gather(changed)))
         if changed:
@@ -234,9 +240,16 @@ class MicrobatchedStep:
             )
 
     def _compare(self, pieces: Sequence[Piece]) -> list[StepResult]:
-        exactly = nullcontext() if self._compares_in_low_precision() else self._context.precision.in_fp32()
-        with restored(self._module), exactly:
-            return self._runner.compare(pieces, self._args)
+        seen, known = self._observed or (None, None)
+        wanted = [piece for piece in pieces if piece is not seen]
+        with restored(self._module), nullcontext() if self._is_exact else self._context.precision.in_fp32():
+            found = iter(self._runner.compare(wanted, self._args))
+        return [known if known is not None and piece is seen else next(found) for piece in pieces]
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether losses are compared as they are computed in training, not in fp32."""
+        return self._compares_in_low_precision() or not self._context.precision.precision.endswith("-mixed")
 
     def _compares_in_low_precision(self) -> bool:
         """Autocast can be left out, but parameters that are stored or gathered in 16 bits stay so."""

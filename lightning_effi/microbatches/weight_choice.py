@@ -255,9 +255,9 @@ class WeightChoice:
         if self._config.splitter is not None:  # only the splitter knows how pieces are joined
             return Piece(batch, 0, rows), pieces
         if uneven:  # at the first time also what only differs between pieces of different sizes
-            stop = pieces[1].stop
-            middle = max(1, stop // 3)
-            return cut(batch, rows, 0, stop), [cut(batch, rows, 0, middle), cut(batch, rows, middle, stop)]
+            first = pieces[0]
+            stop = first.stop + max(1, first.rows // 2)
+            return cut(batch, rows, 0, stop), [first, cut(batch, rows, first.stop, stop)]
         if pair is not None:
             two = list(pieces[pair : pair + 2])
         else:

@@ -75,18 +75,28 @@ def undone_writes(module: nn.Module) -> Iterator[None]:
             memory.copy_(before)
 
 
-def changed_by(module: nn.Module, step: Callable[[], Any]) -> list[str]:
+def changed_by(
+    module: nn.Module, step: Callable[[], Any], agree: Callable[[bool], bool] = lambda again: again
+) -> list[str]:
     """Names of parameters, buffers and attributes that keep changing when ``step`` runs again on the same data.
 
     A value that a second run leaves as the first one did (a loss kept on ``self``, a table made on first use) is not
-    counted, and neither are torchmetrics metrics: updating them piece by piece is updating them with the batch.
-    The caller restores the module.
+    counted, and neither are torchmetrics metrics: updating them piece by piece is updating them with the batch. Where
+    the first run changes nothing, there is no second. The caller restores the module.
+
+    Args:
+        module: whose state is meant.
+        step: what is run, once or twice.
+        agree: whether any of the ranks that run the step together runs it again.
     """
     plain = [(name, p) for name, p in module.named_parameters() if dtensor_compat.local_tensor(p) is p]
-    writes = _ParameterWrites(plain)
+    writes, start = _ParameterWrites(plain), _state(module)
     with same_randomness(module), writes:
         step()
     before = _state(module)
+    changed = [name for name, value in before.items() if not _same(value, start.get(name))]
+    if not agree(bool(changed)):
+        return sorted(writes.names)
     with same_randomness(module):
         step()
     after = _state(module)

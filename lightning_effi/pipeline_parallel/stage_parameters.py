@@ -6,7 +6,7 @@ The module tree stays whole. A parameter that a rank does not hold is ``None`` i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,15 @@ class StageParameters:
     def is_written_here(self, name: str) -> bool:
         """Whether this stage is the one to save the parameter or buffer of that name."""
         return self.is_first_holder(name) if name in self._shapes else self.stage == 0
+
+    def in_place_of(self, names: Container[str]) -> dict[int, str]:
+        """The names of these parameters by the identities of what stands in their places on this rank."""
+        return {
+            id(getattr(owner, key)): name
+            for name, places in self._places.items()
+            if name in names
+            for owner, key in places
+        }
 
     def add_up_shared(self) -> None:
         """Sum the gradients of parameters that several stages hold; every rank of the pipeline must call this.

@@ -19,6 +19,16 @@ class Spec:
     tree: Any
     opened: tuple[tuple[int, Any, tuple[str, ...], Spec], ...] = ()
 
+    def without_tensors(self) -> Spec:
+        """One that holds no values of the tree that it describes, and can be sent."""
+        opened = []
+        for index, value, names, inner in self.opened:
+            shell = copy.copy(value)
+            for name in names:
+                object.__setattr__(shell, name, None)
+            opened.append((index, shell, names, inner.without_tensors()))
+        return Spec(self.tree, tuple(opened))
+
     def __str__(self) -> str:
         inside = [f"{index}: {type(value).__name__}{names} {spec}" for index, value, names, spec in self.opened]
         return f"{self.tree} {'; '.join(inside)}"

@@ -20,10 +20,8 @@ from tests.models.gpt import GPT, Block, batches
 def trace_of(module: Any, batch: Any) -> Trace:
     trunk = find_trunk(module)
     interception = Interception(module, trunk.blocks, trunk.units)
-    try:
-        return trace_step(module, trunk, interception, lambda: module.loss(batch))
-    finally:
-        interception.remove()
+    with interception.installed():
+        return trace_step(module, trunk, interception, lambda: module.loss(batch))[0]
 
 
 def plan_of(module: Any, batch: Any, sizes: Any) -> Any:

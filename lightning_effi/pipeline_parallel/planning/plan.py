@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_effi.pipeline_parallel.intercept import TensorMeta
 from lightning_effi.pipeline_parallel.planning.timeline import Timeline
 from lightning_effi.pipeline_parallel.planning.trace import Trace, Use
+from lightning_effi.pipeline_parallel.stand_ins import TensorMeta
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def plan_stages(
     """
     firsts = _first_blocks(trace, sizes, stages_per_rank)
     ends = [*firsts[1:], len(trace.blocks)]
-    _refuse_bypasses(trace, firsts[1:])
+    refuse_bypasses(trace, firsts[1:])
     stage_of = [index for index, (start, end) in enumerate(zip(firsts, ends, strict=True)) for _ in range(start, end)]
 
     def stage_at(position: int) -> int:
@@ -195,7 +195,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     return best[count][2]
 
 
-def _refuse_bypasses(trace: Trace, boundaries: Sequence[int]) -> None:
+def refuse_bypasses(trace: Trace, boundaries: Sequence[int]) -> None:
     """Only arguments of a stage's first block, used by its blocks as arguments, get across a boundary."""
     for first in boundaries:
         block = trace.blocks[first]
@@ -221,9 +221,9 @@ def _refuse_complex(trace: Trace, boundaries: Sequence[int]) -> None:
 
 def _refuse(use: Use, block: str) -> None:
     raise ValueError(
-        f"pipeline: {use.origin} computed before '{block}' is used after it by {use.by}, but is no argument of"
-        f" '{block}', so that it cannot reach the stage that begins there. Pass it through the blocks, move the cut"
-        " with Pipeline(split=[...]), or use pipeline_parallel_size=1"
+        f"pipeline: {use.origin} computed before '{block}' is used after it by {use.by}{use.line}, but is no"
+        f" argument of '{block}', so that it cannot reach the stage that begins there. Pass it through the blocks, move"
+        " the cut with Pipeline(split=[...]), or use pipeline_parallel_size=1"
     )
 
 

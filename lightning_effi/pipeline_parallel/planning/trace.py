@@ -1,4 +1,4 @@
-"""One run of the step on placeholders: which blocks are called in which order, and what depends on what.
+"""The observed run of the step by the whole module: which blocks are called in which order, and what depends on what.
 
 Every tensor that a block, a unit or a parameter had a part in is *tainted*: its value is only known on the stage that
 computed it. The trace notes where tainted values are born and used, so that the plan can tell what crosses a boundary
@@ -7,30 +7,42 @@ between two blocks, and refuse what would have to cross it in another way than a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from lightning_effi.microbatches.logs import Logged
 from lightning_effi.modules.trunk import Trunk
-from lightning_effi.pipeline_parallel.intercept import Interception, TensorMeta
-from lightning_effi.pipeline_parallel.tree import tree_leaves
+from lightning_effi.modules.user_code import here
+from lightning_effi.pipeline_parallel.intercept import Interception
+from lightning_effi.pipeline_parallel.origins import DECISIONS, READS, Origins, guards, is_check_of_torch, tensors_in
+from lightning_effi.pipeline_parallel.stand_ins import TensorMeta
+from lightning_effi.pipeline_parallel.tree import tree_leaves, tree_map
+from lightning_effi.sharded_tensors.names import is_in_place
 
-_READS_VALUES = (Tensor.__bool__, Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__)
+Run = Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Any, list[Any], int]]
+"""Runs a block or unit; returns its output, what it left in attributes, and its floating-point operations."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A tainted value that exists before ``born`` + 1 blocks were called, used when ``at`` blocks had been."""
+    """A tainted value that exists before ``born`` + 1 blocks were called, used when ``at`` blocks had been.
+
+    Attributes:
+        value: its number in the run.
+        by: which function or module used it.
+        origin: what it is, for messages.
+        line: of the user's code, where it was used.
+    """
 
     value: int
     born: int
     at: int
     by: str
     origin: str = "a value"
+    line: str = ""
 
 
 @dataclass
@@ -43,13 +55,13 @@ class Trace:
         parameters: for each parameter used outside of blocks and units, the same of its first use.
         arguments: for each block, the positions of its tainted arguments among the leaves of ``(args, kwargs)``.
         metas: for each block, shape and dtype of these.
-        values: for each block, the identities of these.
+        values: for each block, the numbers of these.
         uses: tainted values used by anything but a block.
         block_uses: tainted values used as arguments of blocks.
         flops: of each block and unit.
         known: how many blocks the module has, called or not.
+        refused: why stages cannot run the step one after the other, in a trace of which that is not an error.
         shared: what keeps further repeated layers from being blocks.
-        logged: for each call of ``self.log``, how many blocks had been called when a tainted value of it was computed.
     """
 
     blocks: list[str] = field(default_factory=list)
@@ -62,8 +74,8 @@ class Trace:
     block_uses: list[Use] = field(default_factory=list)
     flops: dict[str, int] = field(default_factory=dict)
     known: int = 0
+    refused: str | None = None
     shared: tuple[str, ...] = ()
-    logged: list[int | None] = field(default_factory=list)
 
 
 def trace_step(
@@ -71,42 +83,69 @@ def trace_step(
     trunk: Trunk,
     interception: Interception,
     step: Callable[[], Any],
-    logged: Sequence[Logged] = (),
-) -> Trace:
-    """Run ``step`` with placeholders for all blocks and units.
+    run: Run | None = None,
+    is_tolerant: bool = False,
+) -> tuple[Trace, Any]:
+    """Run ``step`` and look on; returns what was seen, and the step's output.
 
     Args:
-        module: the user's.
+        module: the user's, whole.
         trunk: its blocks and units.
-        interception: of these.
+        interception: of these, installed.
         step: what is traced.
-        logged: where the step's calls of ``self.log`` are noted.
+        run: how blocks and units are run; ``None``: here, noting what stand-ins for their outputs must look like.
+        is_tolerant: whether what would be an error is noted only.
 
     Raises:
         ValueError: where a block is called twice, control flow before the last block depends on computed values, or a
             value leaves a block otherwise than by being returned.
     """
-    tracer = _Tracer(trunk, interception, {id(p): name for name, p in module.named_parameters()})
-    with tracer, interception.handled_by(tracer.call), interception.kept.unchanged():
+    parameters = {id(p): name for name, p in module.named_parameters()}
+    tracer = _Tracer(trunk, interception, parameters, run or interception.observe, is_tolerant)
+    with tracer, interception.handled_by(tracer.call):
         output = step()
     tracer.note_output(output)
-    tracer.note_logged(logged)
     tracer.refuse_early_decisions()
-    return tracer.trace
+    return tracer.trace, output
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tainted value.
+
+    Attributes:
+        number: of the value in the run.
+        born: how many blocks had been called.
+        origin: what it is, for messages.
+        is_guard: whether it only tells that values have gone wrong.
+    """
+
+    number: int
+    born: int
+    origin: str = "a value"
+    is_guard: bool = False
 
 
 class _Tracer(TorchFunctionMode):
-    def __init__(self, trunk: Trunk, interception: Interception, parameters: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        interception: Interception,
+        parameters: Mapping[int, str],
+        run: Run,
+        is_tolerant: bool,
+    ) -> None:
         super().__init__()
+        self._run, self._is_tolerant = run, is_tolerant
         self.trace = Trace(known=len(trunk.blocks), shared=trunk.shared)
         self._blocks = frozenset(trunk.blocks)
         self._interception = interception
         self._parameters = parameters
-        self._born: dict[int, int] = {}
-        self._origins: dict[int, str] = {}
-        self._alive: list[Tensor] = []  # an id names one tensor only as long as that lives
+        self._values: Origins[_Value] = Origins()
+        self._inner: Origins[str] = Origins()  # by the block or unit inside of which a tensor was computed
+        self._count = 0
         self._decisions: list[tuple[int, str]] = []
-        self._paused = False
+        self._inside: str | None = None
 
     @property
     def _position(self) -> int:
@@ -114,100 +153,129 @@ class _Tracer(TorchFunctionMode):
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block or unit is called."""
-        self._paused = True
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._refuse_escaped(given, f"'{name}'")
+        self._note_parameters(given)
+        if name in self._blocks:
+            self._call_block(name, tree_leaves((args, kwargs)))
+        else:
+            self.trace.units.setdefault(name, []).append(self._position)
+            self._note_uses(given, f"'{name}'")
+        versions = [_version(tensor) for tensor in given]
+        self._inside = name
         try:
-            leaves = tree_leaves((args, kwargs))
-            self._refuse_escaped(leaves, f"'{name}'")
-            self._note_parameters(leaves)
-            if name in self._blocks:
-                self._call_block(name, leaves)
-            else:
-                self.trace.units.setdefault(name, []).append(self._position)
-                self._note_uses(leaves, f"'{name}'")
-            output = self._interception.placeholders(name, args, kwargs, fill=0.0)
-            self.trace.flops[name] = self._interception.flops(name)
-            self._taint(output)
-            for attribute, value in self._interception.kept_by(name):
-                self._taint(value, f"attribute '{attribute}' of '{name}'")
-            return output
+            output, left, self.trace.flops[name] = self._run(name, args, kwargs)
+            identities = {id(tensor) for tensor in given}
+            # what is handed through is another value from here on, as it is for the next stage
+            output = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in identities else leaf, output)
         finally:
-            self._paused = False
+            self._inside = None
+        self._taint([tensor for tensor, old in zip(given, versions, strict=True) if _version(tensor) != old], "a value")
+        self._taint(output, "a value")
+        for (attribute, _), value in zip(self._interception.kept_by(name), left, strict=True):
+            self._taint(value, f"attribute '{attribute}' of '{name}'")
+        return output
 
     def note_output(self, output: Any) -> None:
-        self._refuse_escaped(tree_leaves(output), "the output of the step")
-        self._note_uses(tree_leaves(output), "the output of the step")
-
-    def note_logged(self, logged: Sequence[Logged]) -> None:
-        self.trace.logged = [self._born.get(id(call.value)) for call in logged]
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self._refuse_escaped(leaves, "the output of the step")
+        self._note_uses(leaves, "the output of the step")
 
     def refuse_early_decisions(self) -> None:
         for position, what in self._decisions:
             if position < self._position:
-                raise ValueError(
+                self._refuse(
                     f"pipeline: before '{self.trace.blocks[position]}' is called, the step reads a value that the model"
                     f" computed ({what}), which only one stage knows. Use pipeline_parallel_size=1"
                 )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
-            return func(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._refuse_escaped(inputs, resolve_name(func) or str(func))
-        result = func(*args, **kwargs)
-        tainted = any(id(tensor) in self._born for tensor in inputs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if tainted and func in _READS_VALUES:
-            self._decisions.append((self._position, resolve_name(func) or str(func)))
-        if not outputs:  # a shape, a dtype
+        if self._inside is not None:
+            result = func(*args, **kwargs)
+            for tensor in tensors_in((result,)):
+                self._inner.note(tensor, self._inside)
             return result
-        if self._note_parameters(inputs) or tainted:
-            self._note_uses(inputs, resolve_name(func) or str(func))
-            self._taint(outputs)
+        by = resolve_name(func) or str(func)
+        inputs = list(tensors_in((args, kwargs)))
+        self._refuse_escaped(inputs, by)
+        values = [value for tensor in inputs if (value := self._values.get(tensor)) is not None]
+        if values and func in READS | DECISIONS:
+            self._note_uses(inputs, by)
+            if func in READS or not (all(value.is_guard for value in values) or is_check_of_torch()):
+                self._decisions.append((self._position, f"{by}{here()}"))
+        result = func(*args, **kwargs)
+        outputs = list(tensors_in((result,)))
+        writes = is_in_place(getattr(func, "__name__", "")) and bool(args) and isinstance(args[0], Tensor)
+        if not outputs and not writes:  # a shape, a dtype
+            return result
+        if self._note_parameters(inputs) or values:
+            self._note_uses(inputs, by)
+            is_guard = guards(func, bool(values) and all(value.is_guard for value in values))
+            for tensor in outputs:
+                self._values.note(tensor, self._new_value("a value", is_guard))
+            if writes:
+                self._values.note_write(args[0], self._new_value("a value", is_guard))
         return result
 
     def _call_block(self, name: str, leaves: list[Any]) -> None:
         if name in self.trace.arguments:
-            raise ValueError(
-                f"pipeline: '{name}' is called twice in one step, and a stage runs each of its blocks once. Use"
+            self._refuse(
+                f"pipeline: '{name}' is called twice in one step{here()}, and a stage runs each of its blocks once. Use"
                 " pipeline_parallel_size=1"
             )
-        tainted = [i for i, leaf in enumerate(leaves) if id(leaf) in self._born and isinstance(leaf, Tensor)]
-        self.trace.arguments[name] = tuple(tainted)
-        self.trace.metas[name] = tuple(TensorMeta.of(leaves[i]) for i in tainted)
-        self.trace.values[name] = frozenset(id(leaves[i]) for i in tainted)
-        self.trace.block_uses += [Use(id(leaves[i]), self._born[id(leaves[i])], self._position, f"'{name}'")
-                                  for i in tainted]  # fmt: skip
+        found = {
+            index: value
+            for index, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and (value := self._values.get(leaf)) is not None
+        }
+        self.trace.arguments[name] = tuple(found)
+        self.trace.metas[name] = tuple(TensorMeta.of(leaves[index]) for index in found)
+        self.trace.values[name] = frozenset(value.number for value in found.values())
+        line = here()
+        self.trace.block_uses += [
+            Use(value.number, value.born, self._position, f"'{name}'", value.origin, line) for value in found.values()
+        ]
         self.trace.blocks.append(name)
 
-    def _note_parameters(self, leaves: list[Any]) -> bool:
+    def _refuse(self, reason: str) -> None:
+        if not self._is_tolerant:
+            raise ValueError(reason)
+        self.trace.refused = self.trace.refused or reason
+
+    def _note_parameters(self, tensors: list[Tensor]) -> bool:
         """Whether parameters are among them, which stages need that only hand them to a module, too."""
-        names = [self._parameters[id(leaf)] for leaf in leaves if id(leaf) in self._parameters]
+        names = [self._parameters[id(tensor)] for tensor in tensors if id(tensor) in self._parameters]
         for name in names:
             self.trace.parameters.setdefault(name, self._position)
         return bool(names)
 
-    def _note_uses(self, leaves: list[Any], by: str) -> None:
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and id(leaf) in self._born:
-                origin = self._origins.get(id(leaf), "a value")
-                self.trace.uses.append(Use(id(leaf), self._born[id(leaf)], self._position, by, origin))
+    def _note_uses(self, tensors: list[Tensor], by: str) -> None:
+        values = [value for tensor in tensors if (value := self._values.get(tensor)) is not None]
+        line = here() if any(value.born < self._position for value in values) else ""
+        self.trace.uses += [Use(v.number, v.born, self._position, by, v.origin, line) for v in values]
 
-    def _taint(self, tree: Any, origin: str | None = None) -> None:
+    def _taint(self, tree: Any, origin: str) -> None:
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor):
-                self._born[id(leaf)] = self._position
-                self._alive.append(leaf)
-                if origin is not None:
-                    self._origins[id(leaf)] = origin
+                self._values.note(leaf, self._new_value(origin))
 
-    def _refuse_escaped(self, leaves: list[Any], by: str) -> None:
-        """A block's copy, run for its shapes, has handed a tensor to somebody else than its caller."""
-        for leaf in leaves:
-            name = self._interception.computed_by(leaf)
-            if name is not None:
-                raise ValueError(
+    def _new_value(self, origin: str, is_guard: bool = False) -> _Value:
+        self._count += 1
+        return _Value(self._count, self._position, origin, is_guard)
+
+    def _refuse_escaped(self, tensors: list[Tensor], by: str) -> None:
+        """Something was computed inside a block and handed to somebody else than its caller."""
+        for tensor in tensors:
+            name = self._inner.get(tensor)
+            if name is not None and self._values.get(tensor) is None:
+                self._refuse(
                     f"pipeline: a value computed inside '{name}', which a hook or a list kept, is used outside of it by"
-                    f" {by}. It cannot reach another stage: let '{name}' return it and hand it on to the next block, or"
-                    " use pipeline_parallel_size=1"
+                    f" {by}{here()}. It cannot reach another stage: let '{name}' return it and hand it on to the next"
+                    " block, or use pipeline_parallel_size=1"
                 )
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_effi.pipeline_parallel.intercept import Enter, leaf_like
 from lightning_effi.pipeline_parallel.planning.schedule import Action, Schedule
 from lightning_effi.pipeline_parallel.planning.timeline import timeline_of
 from lightning_effi.pipeline_parallel.running.exchange import Exchange
+from lightning_effi.pipeline_parallel.stand_ins import Enter, leaf_like
 
 Forward = Callable[[Action, list[Tensor]], list[Tensor]]
 """``forward(action, received) -> sent``"""

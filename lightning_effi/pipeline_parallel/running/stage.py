@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
+from lightning_effi.compat import torch as torch_compat
+from lightning_effi.modules.user_code import here
 from lightning_effi.pipeline_parallel.intercept import Interception, StageDone, bind, resolved
+from lightning_effi.pipeline_parallel.origins import StandInWatch
 from lightning_effi.pipeline_parallel.planning.plan import PipelinePlan
 from lightning_effi.pipeline_parallel.tree import tree_leaves
-
-NAN = float("nan")
 
 
 class LiveStage:
     """Runs a step up to the end of one stage.
 
-    Blocks of earlier stages, and units of other stages, return tensors full of NaN. At the stage's own first block the
-    received tensors take the place of those among its arguments, and wherever else the same object is an argument of a
-    block; the call of the next stage's first block ends the step, and its arguments are what is sent.
+    Blocks of earlier stages, and units of other stages, return stand-ins, of which nothing real may be made. At the
+    stage's own first block the received tensors take the place of those among its arguments, and wherever else the same
+    object is an argument of a block; the call of the next stage's first block ends the step, and its arguments are what
+    is sent.
 
     Args:
         plan: of the pipeline.
@@ -48,38 +50,44 @@ class LiveStage:
         self._received: Sequence[Tensor] = ()
         self._with_gradients = False
         self._next = 0
+        self._watch = StandInWatch()
 
-    def run(
-        self, received: Sequence[Tensor], step: Callable[[], Any], skipped: Callable[[], list[Tensor]]
-    ) -> tuple[list[Tensor], Any]:
+    def run(self, received: Sequence[Tensor], step: Callable[[], Any]) -> tuple[list[Tensor], Any]:
         """What the next stage receives, or (on the last stage) what the step returned.
+
+        Nothing is sent where the step returns ``None`` before it calls any block, on all stages alike.
 
         Args:
             received: from the stage before.
             step: the user's.
-            skipped: what to send where the step returns ``None`` before it calls any block, on all stages alike.
 
         Raises:
-            RuntimeError: where the step does not do what it did when it was traced.
+            RuntimeError: where the step does not do what the first one did.
         """
         self._received, self._next, self._with_gradients = received, 0, torch.is_grad_enabled()
+        self._watch = StandInWatch()
         try:
-            with self._interception.handled_by(self._answer):
+            with self._watch, self._interception.handled_by(self._answer):
                 output = step()
         except StageDone as done:
             return done.outputs, None
         finally:
             self._received = ()
         if output is None and self._next == 0:
-            return [] if self.is_last else skipped(), None
+            return [], None
         if not self.is_last:
             raise RuntimeError(
                 f"pipeline: the step went on after the end of stage {self.index}: it catches BaseException around the"
                 " model, or did not call all blocks. Use pipeline_parallel_size=1"
             )
         if self._next != self._end:
-            raise RuntimeError("pipeline: the step did not call all of the blocks that it called when it was traced")
+            raise RuntimeError("pipeline: the step did not call all of the blocks that the first one called")
+        self._refuse_unknown(tree_leaves(output), "what the step returns")
         return [], output
+
+    def knows(self, value: Any) -> bool:
+        """Whether ``value``, of the last :meth:`run`, was computed from what this stage knows."""
+        return self._watch.source(value) is None
 
     def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._number.get(name)
@@ -87,8 +95,8 @@ class LiveStage:
             return self._answer_unit(name, args, kwargs)
         if number != self._next:
             raise RuntimeError(
-                f"pipeline: block '{name}' is called as number {self._next + 1} of the step, and was number"
-                f" {number + 1} when the step was traced. All steps must run the same blocks in the same order"
+                f"pipeline: block '{name}' is called as number {self._next + 1} of the step{here()}, and was number"
+                f" {number + 1} in the first one. All steps must run the same blocks in the same order"
             )
         if self._with_gradients and not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
             raise RuntimeError(
@@ -97,23 +105,45 @@ class LiveStage:
             )
         self._next += 1
         if number < self._first:
-            return self._interception.placeholders(name, args, kwargs, NAN)
+            return self._stand_in(name, args, kwargs)
         if number == self._first and self.index > 0:
             self._bind(args, kwargs)
         args, kwargs = resolved((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         if number == self._end:
-            leaves = tree_leaves((args, kwargs))
-            raise StageDone([leaves[i] for i in self._arguments[self.index]])
-        return self._interception.run(name, args, kwargs)
+            sent = [leaves[i] for i in self._arguments[self.index]]
+            self._refuse_unknown(sent, f"an argument of '{name}'")
+            raise StageDone(sent)
+        self._refuse_unknown(leaves, f"an argument of '{name}'")
+        with torch_compat.function_mode_left(self._watch):
+            return self._interception.run(name, args, kwargs)
 
     def _answer_unit(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in self._units:
-            return self._interception.run(name, args, kwargs)
+            unknown = self._watch.source(tree_leaves((args, kwargs)))
+            with torch_compat.function_mode_left(self._watch):
+                output = self._interception.run(name, args, kwargs)
+            if unknown is not None:
+                self._watch.mark(output, unknown)
+            return output
         if name in self._known_units:
-            return self._interception.placeholders(name, args, kwargs, NAN)
+            return self._stand_in(name, args, kwargs)
         raise RuntimeError(
-            f"pipeline: '{name}' is called, and was not when the step was traced. All steps must run the same modules"
+            f"pipeline: '{name}' is called{here()}, and was not in the first step. All steps must run the same modules"
         )
+
+    def _stand_in(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output, left = self._interception.stand_in(name, args, kwargs)
+        self._watch.mark((output, left), name)
+        return output
+
+    def _refuse_unknown(self, leaves: list[Any], what: str) -> None:
+        name = self._watch.source(leaves)
+        if name is not None:
+            raise RuntimeError(
+                f"pipeline: {what} depends on a value that '{name}' computes on another stage{here()}, which the first"
+                " step's did not. Hand it on as an argument of the blocks, or use pipeline_parallel_size=1"
+            )
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = tree_leaves((args, kwargs))
