@@ -59,7 +59,8 @@ class KeptTensors:
         """What a call of ``name`` has left in the attributes known by now; of growing lists, what is new."""
         left = []
         for place in self.places(name):
-            value, old = vars(place[0]).get(place[1]), before.get(place, (None, []))[1]
+            value: Any = vars(place[0]).get(place[1])
+            old = before.get(place, (None, []))[1]
             left.append(value[len(old) :] if place in self._growing else value)
         return left
 
