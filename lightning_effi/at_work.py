@@ -145,7 +145,9 @@ class ModuleAtWork:
         agreement = Agreement(context.groups.run.control) if context.has_several_processes else None
         if state.pipeline is None:
             alone = context.layout.data_parallel_size == 1
-            runner = SequentialRunner(module, state.engine, state.tensor.over, context.precision, alone=alone)
+            runner = SequentialRunner(
+                module, state.engine, state.tensor.over, context.precision, alone=alone, agreement=agreement
+            )
             self.pieces = MicrobatchedStep(context, module, state.engine, self._window, runner, count, agreement)
             return
         verify = context.layout.tensor > 1 if context.config.verify == "auto" else context.config.verify

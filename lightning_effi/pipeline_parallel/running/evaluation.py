@@ -116,4 +116,11 @@ class StepsTogether:
 
 def _key(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The hook, and the index of the loader where there are several."""
-    return getattr(step, "__name__", step), tuple(args[1:]), kwargs.get("dataloader_idx")
+    return name_of(step), tuple(args[1:]), kwargs.get("dataloader_idx")
+
+
+def name_of(step: Callable[..., Any]) -> str:
+    """Of a step hook, which tensor parallelism may have wrapped."""
+    while isinstance(step, partial):
+        step = step.args[0]
+    return step.__name__

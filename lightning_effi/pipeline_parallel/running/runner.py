@@ -27,7 +27,7 @@ from lightning_effi.pipeline_parallel.planning.schedule import (
     place_stages,
 )
 from lightning_effi.pipeline_parallel.planning.timeline import Timeline
-from lightning_effi.pipeline_parallel.running.evaluation import StepsTogether
+from lightning_effi.pipeline_parallel.running.evaluation import StepsTogether, name_of
 from lightning_effi.pipeline_parallel.running.exchange import Exchange
 from lightning_effi.pipeline_parallel.running.first_batch import FirstBatch, Planned
 from lightning_effi.pipeline_parallel.running.passes import StagePass
@@ -251,8 +251,7 @@ class PipelineRunner:
 
     def _shapes_of(self, step: Callable[..., Any], batch: Any) -> Any:
         """What mostly decides about the shapes of what crosses boundaries."""
-        name = getattr(step, "__name__", step)
-        return name, shapes(batch), self._context.precision.autocasts, self._module.training
+        return name_of(step), shapes(batch), self._context.precision.autocasts, self._module.training
 
     def fitting(self, microbatches: int) -> int:
         """The largest number of micro-batches up to this one that the schedule can have."""
