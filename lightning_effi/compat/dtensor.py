@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_effi.compat.torch import without_subclass_dispatch
+from lightning_effi.compat.torch import has_functions_of_its_own, without_subclass_dispatch
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -84,7 +85,7 @@ def functions_of_dtensors(run: Callable[..., Any]) -> None:
     from torch.distributed.tensor import DTensor
 
     def __torch_function__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not all(issubclass(kind, DTensor) for kind in types):
+        if any(not issubclass(kind, DTensor) and has_functions_of_its_own(kind) for kind in types):
             return NotImplemented  # other subclasses know what to do with DTensors
         with without_subclass_dispatch():
             return run(func, args, kwargs or {})
@@ -95,6 +96,33 @@ def functions_of_dtensors(run: Callable[..., Any]) -> None:
 def rebind_local(tensor: Tensor, local: Tensor) -> None:
     """Let a DTensor have other memory for this rank's part (``DTensor._local_tensor``)."""
     tensor._local_tensor = local.detach()  # type: ignore[attr-defined]
+
+
+def take_over(tensor: Tensor, value: Tensor) -> None:
+    """Let a DTensor be what ``value`` is, memory and placements (``DTensor._local_tensor`` and ``_spec``)."""
+    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]
+
+
+def reduced(tensor: Any) -> DTensor:
+    """A DTensor without reductions under way; autograd records it."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=placements)  # type: ignore[no-any-return]
+
+
+def from_local(local: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    """A DTensor around this rank's part; no communication."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor around a tensor that all ranks have alike; no communication."""
+    from torch.distributed.tensor import Replicate
+
+    return from_local(value, mesh, [Replicate()] * mesh.ndim)
 
 
 def is_sharded(placement: Any) -> bool:

@@ -55,6 +55,13 @@ def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> 
 without_subclass_dispatch = torch._C.DisableTorchFunctionSubclass
 
 
+def has_functions_of_its_own(kind: type) -> bool:
+    """Whether a class of tensors has a ``__torch_function__`` other than that of plain tensors and parameters."""
+    ours: Any = kind.__torch_function__  # type: ignore[attr-defined]
+    stock: Any = Tensor.__torch_function__
+    return ours is not torch._C._disabled_torch_function_impl and getattr(ours, "__func__", None) is not stock.__func__
+
+
 # An operator below autograd, as dispatch modes call it: ``torch.ops.aten.mul.Tensor``.
 Operator = torch._ops.OpOverload
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,61 +22,79 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import torch as torch_compat
-from lightning_effi.sharded_tensors.names import is_in_place
+from lightning_effi.sharded_tensors.names import (
+    DRAWS,
+    DRAWS_IN_PLACE,
+    DRAWS_LIKE,
+    NO_VALUES,
+    READS,
+    VIEWS,
+    is_in_place,
+    needs_whole,
+    writes,
+)
+from lightning_effi.sharded_tensors.wholes import (
+    complete,
+    distributed,
+    is_sharded_tensor,
+    replace,
+    settle,
+    settled,
+    whole,
+)
 
-# Whatever their arguments are, what they return may share memory with the first one.
-_VIEWS = {
-    *("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "view", "view_as", "reshape"),
-    *("flatten", "unflatten", "squeeze", "unsqueeze", "t", "transpose", "swapaxes", "permute", "movedim", "diagonal"),
-    *("expand", "expand_as", "unfold", "detach", "ravel", "reshape_as"),
-}
-_DRAWS_LIKE = {"rand_like", "randn_like", "randint_like"}
-_DRAWS = {*_DRAWS_LIKE, "bernoulli", "poisson", "multinomial", "normal", "dropout"}
-_DRAWS_IN_PLACE = {
-    *("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
-}
-_steps_under_way = 0
-# They compute nothing from the values of their arguments, and must not run a second time.
-_NO_VALUES = {"backward", "__deepcopy__", "__reduce_ex__", "__setstate__", "requires_grad_", "retain_grad", "__hash__"}
 _LINEAGE = "_lightning_effi_lineage"
 _GRADIENT_HOOKS = "_lightning_effi_gradient_hooks"
 _REBOUND = "_lightning_effi_rebound"
+_steps_under_way = 0
 
 
 def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, in which some arguments are DTensors."""
     owner, name = getattr(func, "__self__", None), getattr(func, "__name__", "")
-    if torch_compat.in_backward() or torch.compiler.is_compiling() or name in _NO_VALUES or name.startswith("_fused"):
+    if torch.compiler.is_compiling() or name in NO_VALUES or name.startswith("_fused"):
         return func(*args, **kwargs)
-    if owner is Tensor.data:
-        return _set_data(*args) if name == "__set__" else _view(func, args, kwargs)
+    if name in READS:
+        return func(*whole(args), **whole(kwargs))
+    if torch_compat.in_backward():
+        return func(*args, **kwargs)
+    if name == "__set__":
+        return _SETTERS.get(owner, _set)(func, *args)
     if func is Tensor.register_hook and args[0].is_leaf:
         return _register_hook(func, *args)
-    if getattr(func, "__module__", None) == "torch.nn.init":  # they take their tensor by position or by name
-        tensor, *rest = args or (kwargs.pop("tensor"),)
+    args, kwargs = _first_by_position(args, kwargs)
+    if getattr(func, "__module__", None) == "torch.nn.init":
         with torch.no_grad():
-            return _write(func, tensor, rest, kwargs)
-    if name in _DRAWS_LIKE:
+            return _write(func, args[0], args[1:], kwargs)
+    tensors = _tensors((args, kwargs))
+    _bring_up_to_date(tensors)
+    if owner is Tensor.data:
+        return _view(func, args, kwargs)
+    if name in DRAWS_LIKE:
         return _draw_like(func, args, kwargs)
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _recorded(func, args, kwargs, tensors)
-    if name in _DRAWS:
-        return _distributed(func(*_whole(args), **_whole(kwargs)), args[0])
-    if name in _VIEWS:
+    return settled(_computed(func, args, kwargs, tensors))
+
+
+def _computed(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+    """A function of which autograd keeps no record."""
+    name, meet = getattr(func, "__name__", ""), _meet(tensors)
+    if kwargs.get("out") is not None:
+        return _write_out(func, args, kwargs)
+    if name.startswith("_foreach_"):
+        return _each(func, args, kwargs, meet)
+    if writes(func, args, kwargs):
+        return _change(func, args, kwargs, meet or name == "__setitem__" or name in DRAWS or name in DRAWS_IN_PLACE)
+    if name in DRAWS:
+        return distributed(_on_wholes(func, args, kwargs), next(filter(is_sharded_tensor, tensors)))
+    if name in VIEWS:
         return _view(func, args, kwargs)
     if name == "__iter__":
         return iter(_view(Tensor.unbind, args, {}))
-    meet = _meet(tensors)
-    if isinstance(kwargs.get("out"), Tensor):
-        return _write_out(func, args, kwargs)
-    if name.startswith("_foreach_"):
-        return _each(func, args, kwargs) if meet else func(*args, **kwargs)
-    if is_in_place(name):
-        return _change(func, args, kwargs, meet or name == "__setitem__" or name in _DRAWS_IN_PLACE)
-    if meet or name.endswith("_loss"):  # DTensor takes the mean of the ranks' means, although parts are of unequal size
-        return func(*_whole(args), **_whole(kwargs))
-    return _or_whole(partial(func, *args, **kwargs), lambda: func(*_whole(args), **_whole(kwargs)))
+    if meet or needs_whole(func):
+        return _on_wholes(func, args, kwargs)
+    return _or_whole(partial(func, *args, **kwargs), partial(_on_wholes, func, args, kwargs))
 
 
 @contextmanager
@@ -92,6 +111,12 @@ def in_step() -> Iterator[None]:
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
+def _first_by_position(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """``torch.flatten(input=weight)`` and the like."""
+    name = next((name for name in ("input", "tensor", "self") if not args and name in kwargs), None)
+    return (args, kwargs) if name is None else ((kwargs[name],), {k: v for k, v in kwargs.items() if k != name})
+
+
 def _or_whole(directly: Callable[[], Any], on_wholes: Callable[[], Any]) -> Any:
     """What DTensor has no rule for (it says so before it does anything) is done with whole tensors.
 
@@ -105,27 +130,50 @@ def _or_whole(directly: Callable[[], Any], on_wholes: Callable[[], Any]) -> Any:
         return on_wholes()
 
 
+def _on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The function on whole tensors. What shares memory with the whole of the first is a view of that one."""
+    base, rest, named = args[0] if args else None, whole(args[1:]), whole(kwargs)
+    if not is_sharded_tensor(base):
+        return func(*whole(args[:1]), *rest, **named)
+    full = base.full_tensor()
+    result = func(full, *rest, **named)
+    again = partial(_call_on, func, rest, named)
+    if type(result) in (tuple, list):
+        return type(result)(_as_view(item, base, full, partial(_item, again, i)) for i, item in enumerate(result))
+    return _as_view(result, base, full, again)
+
+
+def _as_view(result: Any, base: Any, full: Tensor, how: Callable[[Tensor], Any]) -> Any:
+    if result is full:
+        return base
+    if not _share_memory(result, full):
+        return result
+    view = dtensor_compat.replicated(result, base.device_mesh)
+    _remember(view, base, how)
+    return view
+
+
+def _share_memory(result: Any, tensor: Tensor) -> bool:
+    if not isinstance(result, Tensor) or result.layout is not torch.strided or not result.numel():
+        return False
+    return result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
 def _recorded(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
     """A function of which autograd keeps a record, in a hook or, for weights split by tensor parallelism, in a step."""
     meshes = [tensor.device_mesh for tensor in tensors if hasattr(tensor, "device_mesh")]
-    name = getattr(func, "__name__", "")
-    if (_steps_under_way and any(mesh.mesh_dim_names != ("tp",) for mesh in meshes)) or is_in_place(name):
+    if _steps_under_way and any(mesh.mesh_dim_names != ("tp",) for mesh in meshes):
+        result = func(*args, **kwargs)  # what is logged of it is not recorded, and has to be whole
+        return settled(result) if isinstance(result, Tensor) and not result.requires_grad else result
+    if writes(func, args, kwargs):
         return func(*args, **kwargs)
 
     def on_wholes() -> Any:
-        return func(*_complete(args), **_complete(kwargs))
+        return func(*complete(args), **complete(kwargs))
 
-    return on_wholes() if _meet(tensors) else _or_whole(partial(func, *args, **kwargs), on_wholes)
-
-
-def _complete(value: Any) -> Any:
-    """Whole tensors, whose gradients are complete on every rank."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    def complete(tensor: Any) -> Tensor:
-        return tensor.full_tensor(grad_placements=[Replicate()] * tensor.device_mesh.ndim)  # type: ignore[no-any-return]
-
-    return tree_map_only(DTensor, complete, value)
+    if _meet(tensors) or needs_whole(func):
+        return on_wholes()
+    return settled(_or_whole(partial(func, *args, **kwargs), on_wholes))
 
 
 def _meet(tensors: Sequence[Tensor]) -> bool:
@@ -133,30 +181,34 @@ def _meet(tensors: Sequence[Tensor]) -> bool:
     return len({getattr(t, "device_mesh", None) for t in tensors if t.dim() or hasattr(t, "device_mesh")}) > 1
 
 
-def _whole(value: Any) -> Any:
-    from torch.distributed.tensor import DTensor
+# -- views -----------------------------------------------------------------------------------------------------------
 
-    return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), value)
+
+@dataclass
+class _Lineage:
+    """What a sharded tensor is a view of, whose memory it does not share."""
+
+    base: Any
+    view: Callable[[Tensor], Tensor]
+    version: int
+
+    def of_part(self, how: Callable[[Tensor], Any]) -> _Lineage:
+        return _Lineage(self.base, lambda tensor: how(self.view(tensor)), self.version)
 
 
 def _view(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A view, of which is remembered what it is a view of wherever its memory is not that of the base."""
-    from torch.distributed.tensor import DTensor, Replicate
-
     base = args[0]
-    if not isinstance(base, DTensor):
-        return func(*_whole(args), **_whole(kwargs))
+    if not is_sharded_tensor(base):
+        return func(*whole(args), **whole(kwargs))
 
     def on_whole() -> Any:
-        result = func(base.full_tensor(), *_whole(args[1:]), **_whole(kwargs))
-        everywhere = [Replicate()] * base.device_mesh.ndim
-        return tree_map_only(
-            Tensor, lambda tensor: DTensor.from_local(tensor, base.device_mesh, everywhere, run_check=False), result
-        )
+        result = func(base.full_tensor(), *whole(args[1:]), **whole(kwargs))
+        return tree_map_only(Tensor, lambda tensor: dtensor_compat.replicated(tensor, base.device_mesh), result)
 
-    result = _or_whole(partial(func, *args, **kwargs), on_whole)
-    again: Callable[[Tensor], Any] = partial(_call_on, func, _whole(args[1:]), _whole(kwargs))
-    if isinstance(result, DTensor):
+    result = settled(_or_whole(partial(func, *args, **kwargs), on_whole))
+    again: Callable[[Tensor], Any] = partial(_call_on, func, whole(args[1:]), whole(kwargs))
+    if is_sharded_tensor(result):
         _remember(result, base, again)
     elif isinstance(result, (tuple, list)):
         for index, item in enumerate(result):
@@ -175,14 +227,29 @@ def _item(view: Callable[[Tensor], Any], index: int, tensor: Tensor) -> Any:
 def _remember(view: Any, base: Any, how: Callable[[Tensor], Any]) -> None:
     lineage = getattr(base, _LINEAGE, None)
     if lineage is not None:
-        origin, first = lineage
-        setattr(view, _LINEAGE, (origin, lambda tensor: how(first(tensor))))
+        setattr(view, _LINEAGE, lineage.of_part(how))
     elif view is not base and _shards(view) != _shards(base):  # gathered, so another memory
-        setattr(view, _LINEAGE, (base, how))
+        setattr(view, _LINEAGE, _Lineage(base, how, _version(base)))
 
 
 def _shards(tensor: Any) -> int:
     return sum(dtensor_compat.is_sharded(placement) for placement in tensor.placements)
+
+
+def _version(tensor: Any) -> int:
+    local = dtensor_compat.local_tensor(tensor)
+    return 0 if local.is_inference() else local._version
+
+
+def _bring_up_to_date(tensors: Sequence[Tensor]) -> None:
+    """Arguments as the function is to see them: without reductions under way, and views as their bases are by now."""
+    with torch.no_grad():
+        settle(tensor for tensor in tensors if not tensor.requires_grad)
+        for tensor in tensors:
+            lineage = getattr(tensor, _LINEAGE, None)
+            if lineage is not None and lineage.version != _version(lineage.base):
+                lineage.version = _version(lineage.base)
+                replace(tensor, lineage.view(lineage.base.detach().full_tensor()))
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -190,11 +257,9 @@ def _shards(tensor: Any) -> int:
 
 def _change(func: Callable[..., Any], args: Any, kwargs: Any, on_whole: bool) -> Any:
     """An in-place function."""
-    from torch.distributed.tensor import DTensor
-
     target, rest = args[0], args[1:]
-    if not isinstance(target, DTensor):
-        return func(target, *_whole(rest), **_whole(kwargs))
+    if not is_sharded_tensor(target):
+        return func(target, *whole(rest), **whole(kwargs))
     if on_whole or hasattr(target, _LINEAGE):
         return _write(func, target, rest, kwargs)
     return _or_whole(partial(func, *args, **kwargs), lambda: _write(func, target, rest, kwargs))
@@ -202,104 +267,117 @@ def _change(func: Callable[..., Any], args: Any, kwargs: Any, on_whole: bool) ->
 
 def _write(func: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
     """Run an in-place function on the whole of ``target``'s base, and keep this rank's part of the result."""
-    base, view = getattr(target, _LINEAGE, (target, lambda tensor: tensor))
+    lineage = getattr(target, _LINEAGE, None)
+    base = target if lineage is None else lineage.base
     full = base.detach().full_tensor().clone()
-    changed = view(full)
-    func(changed, *_whole(args), **_whole(kwargs))
-    _replace(base, full)
-    if target is not base:
-        _replace(target, changed)
+    changed = full if lineage is None else lineage.view(full)
+    func(changed, *whole(args), **whole(kwargs))
+    if changed.shape != target.shape or full.shape != base.shape:
+        raise ValueError(
+            f"'{getattr(func, '__name__', 'a function')}' gives a sharded tensor of shape {tuple(target.shape)} another"
+            f" shape, {tuple(changed.shape)}, in place, which its ranks cannot follow. Make a new tensor"
+        )
+    replace(base, full)
+    if lineage is not None:
+        lineage.version = _version(base)
+        replace(target, changed)
     return target
 
 
 def _write_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A function with ``out=``."""
+    """A function with ``out=``, one tensor or several."""
     out, others = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
-    return _write(lambda whole: func(*_whole(args), **_whole(others), out=whole), out, (), {})
-
-
-def _replace(tensor: Any, full: Tensor) -> None:
-    with torch.no_grad():
-        dtensor_compat.local_tensor(tensor).copy_(_part(_agreed(full, tensor), tensor))
-
-
-def _agreed(full: Tensor, like: Any) -> Tensor:
-    """Where ranks hold copies, the copies must not part: what the first of them drew counts."""
-    for dim, placement in enumerate(like.placements):
-        group = like.device_mesh.get_group(dim)
-        if not dtensor_compat.is_sharded(placement) and dist.get_world_size(group) > 1:
-            dist.broadcast(full, dist.get_global_rank(group, 0), group)
-    return full
-
-
-def _part(full: Tensor, like: Any) -> Tensor:
-    """This rank's part of ``full``, which is to be laid out as ``like`` is."""
-    coordinate = like.device_mesh.get_coordinate()
-    axes = [axis for axis, placement in enumerate(like.placements) if dtensor_compat.is_sharded(placement)]
-    for axis in sorted(axes, key=lambda axis: not like.placements[axis].is_shard()):  # strided ones cut what is left
-        dim, count = like.placements[axis].dim, like.device_mesh.size(axis)
-        size = -(-full.shape[dim] // count)
-        start = min(coordinate[axis] * size, full.shape[dim])
-        full = full.narrow(dim, start, min(size, full.shape[dim] - start))
-    return full
-
-
-def _distributed(full: Any, like: Any) -> Any:
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(like, DTensor) or not isinstance(full, Tensor) or full.shape != like.shape:
-        return full
-    return dtensor_compat.wrap_local(_part(_agreed(full, like), like).contiguous(), like)
+    spare = tree_map_only(
+        Tensor, lambda tensor: whole(tensor.detach()).clone() if is_sharded_tensor(tensor) else tensor, out
+    )
+    result = func(*whole(args), **whole(others), out=spare)
+    for target, values in zip(tree_leaves(out), tree_leaves(spare), strict=True):
+        if is_sharded_tensor(target):
+            if values.shape != target.shape:
+                raise ValueError(
+                    f"out= is a sharded tensor of shape {tuple(target.shape)}, and the result of"
+                    f" '{func.__name__}' has shape {tuple(values.shape)}"
+                )
+            _write(Tensor.copy_, target, (values,), {})
+    return out if isinstance(out, Tensor) else type(result)(out)
 
 
 def _draw_like(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     like = args[0]
-    return _distributed(func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs), like)
+    return distributed(func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs), like)
 
 
-def _set_data(tensor: Any, value: Tensor) -> None:
+def _each(func: Callable[..., Any], args: Any, kwargs: Any, meet: bool) -> Any:
+    """A function of lists; for each tensor of the first list alone where DTensor cannot."""
+    one_by_one = partial(_one_by_one, func, args, kwargs)
+    return one_by_one() if meet else _or_whole(partial(func, *args, **kwargs), one_by_one)
+
+
+def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    count, results = len(args[0]), []
+    for index in range(count):
+        alone = [[a[index]] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args]
+        if is_in_place(func.__name__):
+            [target], *rest = alone
+            _change(partial(_of_one, func), (target, *rest), kwargs, _meet(_tensors(alone)))
+        elif _meet(_tensors(alone)):
+            results.append(func(*whole(alone), **whole(kwargs)))
+        else:
+            results.append(_or_whole(partial(func, *alone, **kwargs), partial(_on_wholes, func, alone, kwargs)))
+    return None if is_in_place(func.__name__) else [result for [result] in results]
+
+
+def _of_one(func: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return func([tensor], *args, **kwargs)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+# -- setting .data and .grad -----------------------------------------------------------------------------------------
+
+
+def _set(func: Callable[..., Any], *args: Any) -> None:
+    func(*args)
+
+
+def _set_data(func: Callable[..., Any], tensor: Any, value: Tensor) -> None:
     """``tensor.data = value``: other memory, as for plain tensors, so that what was kept of the old is not changed."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        tensor.data = _whole(value)
+    if not is_sharded_tensor(tensor):
+        func(tensor, whole(value))
         return
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         raise ValueError(
             f"a sharded parameter cannot become another shape or dtype: {tuple(tensor.shape)} of {tensor.dtype} was"
             f" given data of shape {tuple(value.shape)} and {value.dtype}"
         )
-    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (tensor.device_mesh, tensor.placements):
-        local = dtensor_compat.local_tensor(value)
-    else:
-        local = _part(_agreed(_whole(value.detach()), tensor), tensor).contiguous()
-    dtensor_compat.rebind_local(tensor, local)
+    dtensor_compat.rebind_local(tensor, dtensor_compat.local_tensor(_laid_out(value, tensor)))
     setattr(tensor, _REBOUND, True)
+
+
+def _set_grad(func: Callable[..., Any], tensor: Any, value: Tensor | None) -> None:
+    """``tensor.grad = value``, also of a plain value or one that is laid out otherwise."""
+    if value is None or value.shape != tensor.shape:
+        func(tensor, value)
+    else:
+        func(tensor, _laid_out(value, tensor) if is_sharded_tensor(tensor) else whole(value))
+
+
+def _laid_out(value: Tensor, like: Any) -> Any:
+    """``value`` as a tensor that is sharded as ``like`` is: itself, if it is already."""
+    _bring_up_to_date([value])
+    if is_sharded_tensor(value) and (value.device_mesh, value.placements) == (like.device_mesh, like.placements):
+        return value
+    return distributed(whole(value.detach()), like)
+
+
+_SETTERS = {Tensor.data: _set_data, Tensor.grad: _set_grad}
 
 
 def was_rebound(tensor: Tensor) -> bool:
     """Whether ``tensor.data`` was set since this was last asked."""
     return tensor.__dict__.pop(_REBOUND, False)
-
-
-def _each(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A function of lists, for each tensor of the first list alone."""
-    count, results = len(args[0]), []
-    for index in range(count):
-        alone = [[a[index]] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args]
-        tensors = [leaf for leaf in tree_leaves((alone, kwargs)) if isinstance(leaf, Tensor)]
-        if not _meet(tensors):
-            results.append(func(*alone, **kwargs))
-        elif func.__name__.endswith("_"):
-            results.append(_change_one(func, alone, kwargs))
-        else:
-            results.append(func(*_whole(alone), **_whole(kwargs)))
-    return None if func.__name__.endswith("_") else [result for [result] in results]
-
-
-def _change_one(func: Callable[..., Any], alone: Any, kwargs: Any) -> Any:
-    [target], *rest = alone
-    return _change(lambda tensor, *others, **named: func([tensor], *others, **named), (target, *rest), kwargs, True)
 
 
 # -- hooks on gradients ----------------------------------------------------------------------------------------------

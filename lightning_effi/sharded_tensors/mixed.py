@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_effi.sharded_tensors.names import is_in_place
+from lightning_effi.sharded_tensors.names import is_in_place, needs_whole
 from lightning_effi.sharded_tensors.stale_parameters import EarlierParameter, resolved
 
 
@@ -40,7 +40,8 @@ class WholeWhereMixed(TorchFunctionMode):
         leaves, tree = tree_flatten((args, kwargs or {}))
         # a weight that tensor parallelism splits is a DTensor inside its block too, over the tensor axis alone
         sharded = [isinstance(leaf, DTensor) and "shard" in (leaf.device_mesh.mesh_dim_names or ()) for leaf in leaves]
-        if any(sharded) and any(isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) for leaf in leaves):
+        plain = (isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) for leaf in leaves)
+        if any(sharded) and (any(plain) or needs_whole(func)):
             self.was_needed = True
             pairs = zip(leaves, sharded, strict=True)
             whole = [_Whole.apply(leaf) if is_sharded else leaf for leaf, is_sharded in pairs]

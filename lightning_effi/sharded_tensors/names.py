@@ -2,6 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+# Whatever their arguments are, what they return may share memory with the first one.
+VIEWS = frozenset(
+    """
+    __getitem__ select narrow chunk split tensor_split unbind view view_as reshape flatten unflatten squeeze unsqueeze
+    t transpose swapaxes swapdims permute movedim moveaxis adjoint diagonal linalg_diagonal expand expand_as
+    broadcast_to unfold detach ravel reshape_as hsplit vsplit dsplit split_with_sizes unsafe_chunk unsafe_split
+    unsafe_split_with_sizes slice_inverse index alias view_as_real view_as_complex
+    """.split()  # noqa: SIM905
+)
+DRAWS_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
+DRAWS = frozenset(
+    """
+    bernoulli poisson multinomial normal binomial rrelu gumbel_softmax dropout dropout1d dropout2d dropout3d
+    alpha_dropout feature_dropout feature_alpha_dropout native_dropout
+    """.split()  # noqa: SIM905
+)
+DRAWS_IN_PLACE = frozenset(
+    """
+    rrelu_ dropout_ alpha_dropout_ feature_dropout_ feature_alpha_dropout_ normal_ uniform_ bernoulli_ random_
+    exponential_ geometric_ cauchy_ log_normal_
+    """.split()  # noqa: SIM905
+)
+# They hand values to Python or NumPy, whatever else is going on.
+READS = frozenset(
+    {"item", "tolist", "numpy", "__format__", "__array__", "__contains__", "__bool__", "__float__", "__int__"}
+)
+# They compute nothing from the values of their arguments, and must not run a second time.
+NO_VALUES = frozenset(
+    {"backward", "__deepcopy__", "__reduce_ex__", "__setstate__", "requires_grad_", "retain_grad", "__hash__"}
+)
 # Python's augmented assignments, as far as torch or Python know them. Not everything that begins with ``__i`` is one:
 # ``__invert__``, ``__int__``, ``__index__`` and ``__iter__`` write nothing.
 _AUGMENTED = frozenset(
@@ -11,9 +46,43 @@ _AUGMENTED = frozenset(
 # They end like in-place functions, but leave values, shape and memory as they are.
 _FLAGS = frozenset({"requires_grad_", "share_memory_"})
 
+_LOSSES = frozenset({"binary_cross_entropy_with_logits", "kl_div"})  # of torch itself
+
 
 def is_in_place(name: str) -> bool:
     """Whether the torch function of this name writes into its first argument."""
     if name.endswith("__"):
         return name == "__setitem__" or name in _AUGMENTED
     return name.endswith("_") and name not in _FLAGS
+
+
+def writes(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether this call of a torch function writes into its first argument, be it for ``inplace=True``."""
+    if is_in_place(getattr(func, "__name__", "")):
+        return True
+    position = _position(func, "inplace")
+    return position is not None and bool(kwargs.get("inplace", len(args) > position and args[position]))
+
+
+def needs_whole(func: Callable[..., Any]) -> bool:
+    """Whether DTensor's own answer is not that of the whole tensor, and not an error either.
+
+    Of a loss it takes the mean of the ranks' means, although parts are of unequal size; of matrix decompositions it
+    has rules that disagree with their kernels.
+    """
+    name = getattr(func, "__name__", "")
+    return (
+        name.endswith("_loss")
+        or name in _LOSSES
+        or (name.startswith("linalg_") and not name.endswith("norm"))
+        or _position(func, "reduction") is not None
+    )
+
+
+@cache
+def _position(func: Callable[..., Any], parameter: str) -> int | None:
+    """Where one of ``torch.nn.functional`` has a parameter of this name."""
+    if getattr(func, "__module__", None) != "torch.nn.functional" or not inspect.isfunction(func):
+        return None
+    names = list(inspect.signature(func).parameters)
+    return names.index(parameter) if parameter in names else None
