@@ -19,6 +19,7 @@ from lightning_effi.compat import torch as torch_compat
 from lightning_effi.config import EffiConfig
 from lightning_effi.context import Group, Groups, RunContext
 from lightning_effi.layout import AXES, Layout
+from lightning_effi.sharded_tensors.wholes import whole
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import LayerSync
@@ -220,7 +221,7 @@ class MeshStrategy(ParallelStrategy, ABC):
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not (dist.is_available() and dist.is_initialized()):
             return obj
-        objects = [obj]
+        objects = [whole(obj)]  # a parameter between steps is a shard, and another rank's is no use
         dist.broadcast_object_list(objects, src)
         return objects[0]
 
@@ -233,8 +234,7 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        if hasattr(tensor, "full_tensor"):  # a parameter between steps is a shard; stock gathers whole copies
-            tensor = tensor.full_tensor()
+        tensor = whole(tensor)  # a parameter between steps is a shard; stock gathers whole copies
         if group is None or group is dist.group.WORLD:  # self.all_gather() passes that where no group was asked for
             group = self.data_parallel_group
         return lightning_compat.all_gather_batch(tensor, group, sync_grads)

@@ -52,6 +52,7 @@ from lightning_effi.modules.deferred import parameters_on_meta
 from lightning_effi.modules.undo import Undo
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
+from lightning_effi.sharded_tensors.installation import install
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -260,6 +261,8 @@ class EffiStrategy(MeshStrategy):
         self._checkpoint.refuse_remote(trainer)
         self.precision.use_device(self.root_device, self.context.groups.run.device)
         self.undo.push(self.precision.leave_run)
+        if self.context.mesh is not None and (self.config.zero_stage or self.layout.tensor > 1):
+            self.undo.push(install(self.context.mesh))
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if not self._work.is_left_over(module):
             self._checkpoint.remember(module)

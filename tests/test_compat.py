@@ -29,12 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import fsdp as fsdp_compat
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
+from lightning_effi.sharded_tensors.stale_parameters import EarlierParameter
 from tests.harness import WorkerEnvironment, make_trainer, run_distributed
 
 # rooms that test what they rely on themselves
@@ -642,17 +644,30 @@ def test_backward_inside_the_forward_of_ddp_is_averaged() -> None:
     assert run_distributed(backward_inside_ddp, 2) == [4.0, 4.0]
 
 
-def logged_norm(partial: Tensor) -> float:
-    """What ``self.log`` keeps of a sharded scalar."""
+def logged_norms(partial: Any) -> list[type]:
+    """What ``self.log`` keeps of a sharded scalar while logged values are converted, and what afterwards."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
-    dtensor_compat.log_scalars_globally()
-    meta = _Metadata("training_step", "norm", on_step=True, on_epoch=False)
-    meta.sync = _Sync()
-    metric = _ResultMetric(meta, is_tensor=True)
-    metric.update(partial, batch_size=1)
-    assert not isinstance(metric.value, DTensor)
-    return float(metric.value)
+    def logged() -> type:
+        meta = _Metadata("training_step", "norm", on_step=True, on_epoch=False)
+        meta.sync = _Sync()
+        metric = _ResultMetric(meta, is_tensor=True)
+        metric.update(partial, batch_size=1)
+        return type(metric.value)
+
+    undo = dtensor_compat.logged_values_through(lambda value: value.full_tensor())
+    during = logged()
+    undo()
+    return [during, logged()]
+
+
+def read_scalars(partial: Any) -> tuple[float, bool]:
+    """A sharded scalar, and whether the operator is torch's own again afterwards."""
+    operator = torch.ops.aten._local_scalar_dense.default
+    undo = dtensor_compat.operators_of_dtensors(lambda op, args, _: op(args[0].full_tensor()), [operator])
+    value = float(partial)
+    undo()
+    return value, operator not in DTensor._op_dispatcher._custom_op_handlers
 
 
 def parts_on_two_ranks() -> dict[str, Any]:
@@ -661,23 +676,23 @@ def parts_on_two_ranks() -> dict[str, Any]:
     weight = fsdp_compat.params(fsdp_compat.groups(network)[0])[0]
     chunk, full = fsdp_compat.local_chunk(weight), fsdp_compat.unsharded_param(weight)
     shard = dtensor_compat.local_tensor(fsdp_compat.sharded_param(weight))
-    dtensor_compat.read_scalars_globally()
     partial = distribute_tensor(torch.tensor([3.0, 4.0]), mesh, [Shard(0)]).norm()
     return {
         "same values": torch.equal(chunk, shard),
         "is a view": chunk.data_ptr() == full[dist.get_rank() :].data_ptr(),
-        "norm": float(partial),
-        "logged": logged_norm(partial),
-        "replicated": float(distribute_tensor(torch.tensor(7.0), mesh, [Replicate()])),
+        "read": read_scalars(partial),
+        "logged": logged_norms(partial),
+        "replicated": read_scalars(distribute_tensor(torch.tensor(7.0), mesh, [Replicate()])),
     }
 
 
 @relies_on("fsdp.local_chunk", "FSDPParam.fsdp_placement, padded_sharded_param_size and mesh_info")
-@relies_on("dtensor.log_scalars_globally", "_ResultMetric.update")
-@relies_on("dtensor.read_scalars_globally", "DTensor._op_dispatcher._custom_op_handlers")
+@relies_on("dtensor.logged_values_through", "_ResultMetric.update")
+@relies_on("dtensor.operators_of_dtensors", "DTensor._op_dispatcher._custom_op_handlers")
 def test_ranks_find_their_parts_and_read_whole_scalars() -> None:
     for result in run_distributed(parts_on_two_ranks, 2):
-        assert result == {"same values": True, "is a view": True, "norm": 5.0, "logged": 5.0, "replicated": 7.0}
+        assert result.pop("logged") == [Tensor, DTensor]
+        assert result == {"same values": True, "is a view": True, "read": (5.0, True), "replicated": (7.0, True)}
 
 
 def rebound_shards() -> dict[str, Any]:
@@ -717,14 +732,57 @@ def functions_seen() -> list[str]:
         return func(*args, **kwargs)
 
     tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    dtensor_compat.functions_of_dtensors(run)
+    undo = dtensor_compat.functions_of_dtensors(run)
     tensor[0].add_(tensor.sum())
+    undo()
+    tensor.add_(1)
     return seen
 
 
 @relies_on("dtensor.functions_of_dtensors", "DTensor.__torch_function__")
 def test_functions_of_dtensors_can_be_carried_out_otherwise() -> None:
     assert run_distributed(functions_seen, 2) == [["__getitem__", "sum", "add_"]] * 2
+
+
+def meshes_and_collectives() -> dict[str, Any]:
+    mesh, other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")), init_device_mesh("cpu", (2,))
+    pending: Any = distribute_tensor(torch.tensor([3.0, 4.0]), other, [Shard(0)]).sum()
+    dtensor_compat.take_over(pending, distribute_tensor(torch.tensor(7.0), other, [Replicate()]))
+    seen: list[str] = []
+
+    def run(operator: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(operator.name())
+        return operator(*tree_map_only(DTensor, dtensor_compat.local_tensor, args), **kwargs)
+
+    undo = dtensor_compat.operators_of_dtensors(run, dtensor_compat.collective_operators())
+    dist.broadcast(pending, 0)
+    dist.all_gather([torch.empty_like(pending) for _ in range(2)], pending)
+    undo()
+    with pytest.raises(NotImplementedError, match="sharding strategy"):
+        dist.all_reduce(pending)
+    return {
+        "roots": [dtensor_compat.root_of(mesh["a"]) is mesh, dtensor_compat.root_of(other) is other],
+        "taken over": [str(pending.placements), float(pending.full_tensor())],
+        "seen": seen,
+    }
+
+
+@relies_on("dtensor.root_of", "DeviceMesh._get_root_mesh")
+@relies_on("dtensor.take_over", "DTensor._local_tensor and _spec")
+@relies_on("dtensor.collective_operators", "torch._C._dispatch_get_all_op_names and torch.ops.c10d")
+def test_meshes_have_roots_and_collectives_of_dtensors_pass_by() -> None:
+    for result in run_distributed(meshes_and_collectives, 2):
+        assert result == {
+            "roots": [True, True],
+            "taken over": ["(Replicate(),)", 7.0],
+            "seen": ["c10d::broadcast_", "c10d::allgather_"],
+        }
+
+
+@relies_on("torch.has_functions_of_its_own", "torch._C._disabled_torch_function_impl")
+def test_subclasses_with_functions_of_their_own_are_known() -> None:
+    kinds = (Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor, EarlierParameter)
+    assert [torch_compat.has_functions_of_its_own(kind) for kind in kinds] == [False, False, False, False, True]
 
 
 def refused_assignment() -> str:

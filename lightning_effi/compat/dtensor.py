@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,70 +18,51 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` is a part of (``DeviceMesh._get_root_mesh``); itself where it is no part of another."""
+    return mesh._get_root_mesh()
+
+
+# -- what is installed for a run; each function returns one that takes it back ---------------------------------------
+
+
 def quiet_sequential_gathers() -> Callable[[], None]:
-    """Drop torch's advice against gathering a tensor that is sharded over two axes of a mesh; returns how to undo it.
+    """Drop torch's advice against gathering a tensor that is sharded over two axes of a mesh.
 
     FSDP2 makes such tensors of tensor-parallel ones, and checkpoints gather them; there is nothing that a user could
     change about it.
     """
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    only_others = _NoSequentialGathers()
-    logger.addFilter(only_others)
-    return partial(logger.removeFilter, only_others)
+    logger, quiet = logging.getLogger("torch.distributed.tensor._redistribute"), _SequentialGathers()
+    logger.addFilter(quiet)
+    return lambda: logger.removeFilter(quiet)
 
 
-class _NoSequentialGathers:
-    def filter(self, record: logging.LogRecord) -> bool:
+class _SequentialGathers:
+    def filter(self, record: Any) -> bool:
         return "sequential all_gather operations" not in record.getMessage()
 
 
-def read_scalars_globally() -> None:
-    """Let reading a sharded scalar (``.item()``, ``float()``, an f-string ...) give its global value on every rank.
+def logged_values_through(convert: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let ``self.log`` keep ``convert(value)`` (``_ResultMetric.update``).
 
-    The norm of a sharded gradient is a partial result; torch 2.13-2.14 silently reads this rank's part of it, and
-    refuses to format it or to hand it to NumPy. What is set here is process-wide and changes nothing for plain tensors;
-    like every use of a sharded value, reading one is something that all ranks must do.
-    """
-    from torch.distributed.tensor import DTensor
-
-    def read(operator: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-        return operator(args[0].full_tensor())
-
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten._local_scalar_dense.default] = read
-
-    def reads_whole(name: str) -> Callable[..., Any]:
-        return lambda self, *args, **kwargs: getattr(self.full_tensor(), name)(*args, **kwargs)
-
-    for name in ("__format__", "numpy", "tolist"):
-        setattr(DTensor, name, reads_whole(name))
-
-
-def log_scalars_globally() -> None:
-    """Let ``self.log`` keep the global value of a sharded scalar instead of the scalar itself.
-
-    Progress bars read logged values on the first rank alone; of a partial result that read would be a collective that
-    the other ranks do not enter, and the run would hang. Process-wide, and without effect on plain tensors.
+    Progress bars read logged values on the first rank alone; a sharded one would have to be read by all.
     """
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
-    from torch.distributed.tensor import DTensor
 
     original = _ResultMetric.update
-    if hasattr(original, "reads_dtensors"):
-        return
 
     def update(self: Any, value: Any, batch_size: int) -> None:
-        original(self, value.full_tensor() if isinstance(value, DTensor) else value, batch_size)
+        original(self, convert(value), batch_size)
 
-    update.reads_dtensors = True  # type: ignore[attr-defined]
     _ResultMetric.update = update  # type: ignore[method-assign]
+    return partial(setattr, _ResultMetric, "update", original)
 
 
-def functions_of_dtensors(run: Callable[..., Any]) -> None:
+def functions_of_dtensors(run: Callable[..., Any]) -> Callable[[], None]:
     """Let ``run(func, args, kwargs)`` carry out every torch function that is given a DTensor.
 
     DTensors take part in torch functions as plain tensors do (``_disabled_torch_function_impl``) until their operators
-    are dispatched, where it is too late to know a view from a copy. Process-wide; inside ``run`` it is as before.
+    are dispatched, where it is too late to know a view from a copy. Inside ``run`` it is as before.
     """
     from torch.distributed.tensor import DTensor
 
@@ -90,7 +72,51 @@ def functions_of_dtensors(run: Callable[..., Any]) -> None:
         with without_subclass_dispatch():
             return run(func, args, kwargs or {})
 
+    stock = vars(DTensor)["__torch_function__"]
     DTensor.__torch_function__ = classmethod(__torch_function__)  # type: ignore[assignment]
+    return partial(setattr, DTensor, "__torch_function__", stock)
+
+
+def operators_of_dtensors(run: Callable[..., Any], operators: Iterable[Any]) -> Callable[[], None]:
+    """Let ``run(operator, args, kwargs)`` carry out these operators on DTensors (``OpDispatcher._custom_op_handlers``).
+
+    Inside ``run`` it is as before.
+    """
+    from torch.distributed.tensor import DTensor
+
+    table: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+
+    def handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _without(table, operator):
+            return run(operator, args, kwargs)
+
+    ours = dict.fromkeys(operators, handler)
+    assert not ours.keys() & table.keys()
+    table.update(ours)
+
+    def undo() -> None:
+        for operator in ours:
+            del table[operator]
+
+    return undo
+
+
+@contextmanager
+def _without(table: dict[Any, Any], key: Any) -> Iterator[None]:
+    value = table.pop(key)
+    try:
+        yield
+    finally:
+        table[key] = value
+
+
+def collective_operators() -> list[Any]:
+    """The operators of all collectives of ``torch.distributed``."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::")]
+    return [getattr(torch.ops.c10d, name.removeprefix("c10d::")).default for name in names]
+
+
+# -- parts of a DTensor ----------------------------------------------------------------------------------------------
 
 
 def rebind_local(tensor: Tensor, local: Tensor) -> None:
@@ -101,28 +127,6 @@ def rebind_local(tensor: Tensor, local: Tensor) -> None:
 def take_over(tensor: Tensor, value: Tensor) -> None:
     """Let a DTensor be what ``value`` is, memory and placements (``DTensor._local_tensor`` and ``_spec``)."""
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec  # type: ignore[attr-defined]
-
-
-def reduced(tensor: Any) -> DTensor:
-    """A DTensor without reductions under way; autograd records it."""
-    from torch.distributed.tensor import Replicate
-
-    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-    return tensor.redistribute(placements=placements)  # type: ignore[no-any-return]
-
-
-def from_local(local: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    """A DTensor around this rank's part; no communication."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(local, mesh, placements, run_check=False)
-
-
-def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor around a tensor that all ranks have alike; no communication."""
-    from torch.distributed.tensor import Replicate
-
-    return from_local(value, mesh, [Replicate()] * mesh.ndim)
 
 
 def is_sharded(placement: Any) -> bool:

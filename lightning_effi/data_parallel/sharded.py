@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.comm.broadcast import broadcast_states
-from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import fsdp as fsdp_compat
 from lightning_effi.data_parallel.buffers import BufferSync
 from lightning_effi.data_parallel.copies import WholeCopies
@@ -30,7 +29,6 @@ from lightning_effi.modules.deferred import DeferredValues
 from lightning_effi.modules.parameters import attributes
 from lightning_effi.modules.undo import Undo
 from lightning_effi.sharded_tensors.functions import in_step, keep_gradient_hooks
-from lightning_effi.sharded_tensors.functions import run as run_function
 from lightning_effi.sharded_tensors.mixed import WholeWhereMixed
 from lightning_effi.sharded_tensors.stale_parameters import hand_over
 
@@ -76,9 +74,6 @@ class ShardedEngine(Engine):
                 f"{type(module).__name__} is still sharded by an earlier run, which ended in an error or whose weights"
                 " did not fit into one process. Go on with that Trainer, or build the module anew and load a checkpoint"
             )
-        dtensor_compat.read_scalars_globally()
-        dtensor_compat.log_scalars_globally()
-        dtensor_compat.functions_of_dtensors(run_function)
         self._plan = plan
         self._processes_per_node = processes_per_node
         self._driven = driven

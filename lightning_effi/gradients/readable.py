@@ -1,7 +1,7 @@
 """What a module's own code reads from gradients that are sharded, split or both: values of the whole tensors.
 
 Norms of such gradients are scalars of which every rank holds a summand. PyTorch makes them whole where one of them is
-read (see ``compat.dtensor.read_scalars_globally``); where several meet, as in
+read (see ``sharded_tensors.installation``); where several meet, as in
 ``torch.stack([g.norm() for g in gradients])``, it refuses those of different meshes and those beside plain ones, and
 ``clip_grad_norm_`` with them.
 """

@@ -38,6 +38,7 @@ from lightning_effi.sharded_tensors.wholes import (
     distributed,
     is_sharded_tensor,
     replace,
+    replicated,
     settle,
     settled,
     whole,
@@ -52,7 +53,7 @@ _steps_under_way = 0
 def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``func(*args, **kwargs)``, in which some arguments are DTensors."""
     owner, name = getattr(func, "__self__", None), getattr(func, "__name__", "")
-    if torch.compiler.is_compiling() or name in NO_VALUES or name.startswith("_fused"):
+    if torch.compiler.is_compiling() or name in NO_VALUES or name.startswith("_fused") or _is_collective(func):
         return func(*args, **kwargs)
     if name in READS:
         return func(*whole(args), **whole(kwargs))
@@ -75,6 +76,11 @@ def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _recorded(func, args, kwargs, tensors)
     return settled(_computed(func, args, kwargs, tensors))
+
+
+def _is_collective(func: Callable[..., Any]) -> bool:
+    """Whether this is a function of ``torch.distributed``, whose operators are served one by one."""
+    return (getattr(func, "__module__", None) or "").startswith("torch.distributed")
 
 
 def _computed(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
@@ -132,7 +138,8 @@ def _or_whole(directly: Callable[[], Any], on_wholes: Callable[[], Any]) -> Any:
 
 def _on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The function on whole tensors. What shares memory with the whole of the first is a view of that one."""
-    base, rest, named = args[0] if args else None, whole(args[1:]), whole(kwargs)
+    base: Any = args[0] if args else None
+    rest, named = whole(args[1:]), whole(kwargs)
     if not is_sharded_tensor(base):
         return func(*whole(args[:1]), *rest, **named)
     full = base.full_tensor()
@@ -148,7 +155,7 @@ def _as_view(result: Any, base: Any, full: Tensor, how: Callable[[Tensor], Any])
         return base
     if not _share_memory(result, full):
         return result
-    view = dtensor_compat.replicated(result, base.device_mesh)
+    view = replicated(result, base.device_mesh)
     _remember(view, base, how)
     return view
 
@@ -204,7 +211,7 @@ def _view(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     def on_whole() -> Any:
         result = func(base.full_tensor(), *whole(args[1:]), **whole(kwargs))
-        return tree_map_only(Tensor, lambda tensor: dtensor_compat.replicated(tensor, base.device_mesh), result)
+        return tree_map_only(Tensor, lambda tensor: replicated(tensor, base.device_mesh), result)
 
     result = settled(_or_whole(partial(func, *args, **kwargs), on_whole))
     again: Callable[[Tensor], Any] = partial(_call_on, func, whole(args[1:]), whole(kwargs))
@@ -284,6 +291,11 @@ def _write(func: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any
     return target
 
 
+def write_values(target: Any, values: Tensor) -> None:
+    """``target.copy_(values)``, into what ``target`` is a view of as well."""
+    _write(Tensor.copy_, target, (values,), {})
+
+
 def _write_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A function with ``out=``, one tensor or several."""
     out, others = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
@@ -298,7 +310,7 @@ def _write_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                     f"out= is a sharded tensor of shape {tuple(target.shape)}, and the result of"
                     f" '{func.__name__}' has shape {tuple(values.shape)}"
                 )
-            _write(Tensor.copy_, target, (values,), {})
+            write_values(target, values)
     return out if isinstance(out, Tensor) else type(result)(out)
 
 
@@ -364,7 +376,7 @@ def _set_grad(func: Callable[..., Any], tensor: Any, value: Tensor | None) -> No
         func(tensor, _laid_out(value, tensor) if is_sharded_tensor(tensor) else whole(value))
 
 
-def _laid_out(value: Tensor, like: Any) -> Any:
+def _laid_out(value: Any, like: Any) -> Any:
     """``value`` as a tensor that is sharded as ``like`` is: itself, if it is already."""
     _bring_up_to_date([value])
     if is_sharded_tensor(value) and (value.device_mesh, value.placements) == (like.device_mesh, like.placements):

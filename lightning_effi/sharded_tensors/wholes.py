@@ -7,7 +7,7 @@ is needed. Values of this kind never reach a module's own code: :func:`settle` m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_effi.compat import dtensor as dtensor_compat
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def is_sharded_tensor(value: Any) -> bool:
@@ -51,17 +54,19 @@ def is_pending(value: Any) -> bool:
 
 def settle(tensors: Iterable[Any]) -> None:
     """Finish the reductions of those that are pending, in place; scalars of one kind in one message."""
+    from torch.distributed.tensor import DTensor
+
     scalars: dict[Any, list[Any]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors if is_pending(tensor)}.values():
         if tensor.dim():
-            dtensor_compat.take_over(tensor, dtensor_compat.reduced(tensor))
+            dtensor_compat.take_over(tensor, reduced(tensor))
         else:
             scalars.setdefault((tensor.device_mesh, tensor.placements, tensor.dtype), []).append(tensor)
     for (mesh, placements, _), alike in scalars.items():
         terms = torch.stack([dtensor_compat.local_tensor(tensor) for tensor in alike])
-        totals = dtensor_compat.from_local(terms, mesh, placements).full_tensor()
+        totals = DTensor.from_local(terms, mesh, placements, run_check=False).full_tensor()
         for tensor, total in zip(alike, totals, strict=True):
-            dtensor_compat.take_over(tensor, dtensor_compat.replicated(total.clone(), mesh))
+            dtensor_compat.take_over(tensor, replicated(total.clone(), mesh))
 
 
 def settled(result: Any) -> Any:
@@ -73,7 +78,22 @@ def settled(result: Any) -> Any:
         with torch.no_grad():
             settle(leaves)
         return result
-    return tree_map_only(Tensor, lambda leaf: dtensor_compat.reduced(leaf) if is_pending(leaf) else leaf, result)
+    return tree_map_only(Tensor, lambda leaf: reduced(leaf) if is_pending(leaf) else leaf, result)
+
+
+def reduced(tensor: Any) -> Any:
+    """A sharded tensor without reductions under way; autograd records it."""
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(placements=placements)
+
+
+def replicated(value: Tensor, mesh: DeviceMesh) -> Any:
+    """A DTensor around a tensor that all ranks have alike; no communication."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 # -- this rank's part ------------------------------------------------------------------------------------------------

@@ -17,13 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.comm.broadcast import broadcast_states
-from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.modules.deferred import DeferredValues
 from lightning_effi.modules.restore import restored
 from lightning_effi.modules.undo import Undo
-from lightning_effi.sharded_tensors.functions import run as run_function
 from lightning_effi.tensor_parallel.collectives import TensorGroup
 from lightning_effi.tensor_parallel.layers.apply import AppliedPlan
 from lightning_effi.tensor_parallel.layers.outside import WeightsOutsideLayers
@@ -72,7 +70,6 @@ class TensorRun:
         module.to(context.device)
         broadcast_states([*module.parameters(), *module.buffers()], dist.group.WORLD)
         agree_on_randomness(context.groups.tensor.control, context.data_parallel_rank)
-        undo.push(dtensor_compat.quiet_sequential_gathers())
         lightning_compat.metrics_in_group(module, context.groups.data.device)
         undo.push(partial(lightning_compat.metrics_everywhere, module))
         # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
@@ -110,9 +107,6 @@ class TensorRun:
 
     def apply(self, module: nn.Module, plan: TensorPlan) -> None:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""
-        dtensor_compat.read_scalars_globally()
-        dtensor_compat.log_scalars_globally()
-        dtensor_compat.functions_of_dtensors(run_function)
         self._applied = AppliedPlan(
             module,
             plan.layers,

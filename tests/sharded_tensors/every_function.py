@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.overrides import get_overridable_functions
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_effi.compat import dtensor as dtensor_compat
-from lightning_effi.sharded_tensors.functions import run
+from lightning_effi.sharded_tensors.installation import install
 
 NAMESPACES = (torch, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 # Nothing is computed from values: the machinery of objects, storages, devices, seeds, other libraries and processes.
@@ -172,7 +171,7 @@ def targets() -> dict[str, tuple[Tensor, int]]:
     generator = torch.Generator().manual_seed(1)
 
     def values(*shape: int) -> Tensor:
-        return torch.rand(*shape, dtype=torch.float64, generator=generator) + 0.2
+        return torch.rand(shape, dtype=torch.float64, generator=generator) + 0.2
 
     return {
         "rows": (values(5, 3), 0),
@@ -190,8 +189,7 @@ def targets() -> dict[str, tuple[Tensor, int]]:
 def compare_on_mesh(kinds: list[str], names: list[str], count: int) -> dict[str, Findings]:
     """A job: what differs for targets of these kinds on this rank."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("shard",))
-    dtensor_compat.read_scalars_globally()
-    dtensor_compat.functions_of_dtensors(run)
+    install(mesh)
     findings = {}
     for kind in kinds:
         target, dim = targets()[kind]
