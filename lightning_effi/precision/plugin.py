@@ -143,10 +143,8 @@ class EffiPrecision(Precision):
         if self.precision.endswith("mixed"):
             return Compute(self._low, reduce_dtype=torch.float32, keep_fp32=self.keep_fp32)
         if self.master_weights:
-            # Kept modules have fp32 gradients, and one message has one dtype. Sums of scaled gradients leave fp16.
-            in_fp32 = self.keep_fp32 or self._low == torch.float16
-            reduce_dtype = torch.float32 if in_fp32 else None
-            return Compute(self._low, everywhere=True, reduce_dtype=reduce_dtype, keep_fp32=self.keep_fp32)
+            # sums of gradients in bf16 lose what is small beside the rest, and scaled ones leave the range of fp16
+            return Compute(self._low, everywhere=True, reduce_dtype=torch.float32, keep_fp32=self.keep_fp32)
         return Compute()
 
     @property
