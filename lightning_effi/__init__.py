@@ -1,6 +1,7 @@
 """Efficient training of transformers in PyTorch Lightning by configuration alone.
 
-Importing this package registers the strategies ``effi``, ``effi_zero1``, ``effi_zero2`` and ``effi_zero3``.
+Importing this package registers the strategies ``effi``, ``effi_zero0`` to ``effi_zero3``, and layouts by name:
+``effi_tp2``, ``effi_pp2``, ``effi_tp2_pp2`` and so on.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry

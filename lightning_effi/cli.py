@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_effi.strategy import EffiStrategy
 
-STRATEGY_CLASS_PATH = "lightning_effi.EffiStrategy"
+STRATEGY_CLASS_PATH = EffiStrategy.__module__.removesuffix("strategy") + "EffiStrategy"
 """Path under which configurations name the strategy; saved in every ``config.yaml``."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 T = TypeVar("T")
+
+_NAMED_LAYOUTS = ((2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2))
+"""Tensor- and pipeline-parallel sizes for which there is a name, for packages that take strategies by name only."""
 
 
 class EffiStrategy(MeshStrategy):
@@ -173,6 +176,10 @@ class EffiStrategy(MeshStrategy):
         self._skipped = SkippedSteps()
         self._reading = ReadableShards(self._shard_of, self._backward_by_hand)
         self._still_together = False  # after an error
+
+    @override
+    def __repr__(self) -> str:
+        return lightning_compat.belonging(type(self).__name__)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -506,10 +513,15 @@ class EffiStrategy(MeshStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register("effi", cls, description="ZeRO sharding with all defaults (stage 2)")
-        for stage in (1, 2, 3):
+        for stage in get_args(ZeroStage):
             strategy_registry.register(
                 f"effi_zero{stage}", cls, description=f"ZeRO sharding, stage {stage}", zero_stage=stage
             )
+        for tensor, stages in _NAMED_LAYOUTS:
+            sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+            name = "_".join(["effi", *[f"tp{tensor}"] * (tensor > 1), *[f"pp{stages}"] * (stages > 1)])
+            text = f"tensor parallelism over {tensor} ranks, {stages} pipeline stages, ZeRO stage 2 over the others"
+            strategy_registry.register(name, cls, description=text, **sizes)
 
 
 def _with_settings(strategy: type[EffiStrategy], settings: dict[str, Any]) -> EffiStrategy:

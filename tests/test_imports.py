@@ -45,6 +45,7 @@ ROOMS = (
     "cli",
     "__init__",
     "__main__",
+    "pytorch_lightning",
 )
 
 HEAVY = (

@@ -68,7 +68,8 @@ class HealthCheck(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not isinstance(trainer.strategy, MeshStrategy):
             raise ValueError(
-                f"HealthCheck works with EffiStrategy, and the strategy is {type(trainer.strategy).__name__}"
+                f"HealthCheck works with EffiStrategy, and the strategy is {type(trainer.strategy).__name__}:"
+                f" {lightning_compat.belonging('HealthCheck')}"
             )
 
     @override

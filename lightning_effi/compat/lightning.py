@@ -255,3 +255,13 @@ def hold_back_schedulers(trainer: pl.Trainer, is_held: Callable[[], bool]) -> Ca
 def precision_flag(trainer: pl.Trainer) -> str:
     """The value of ``Trainer(precision=...)``; ``"32-true"`` where it was not given."""
     return trainer._accelerator_connector._precision_flag
+
+
+_TRAINERS = {"lightning_effi": "lightning.pytorch", "lightning_effi.pytorch_lightning": "pytorch_lightning"}
+
+
+def belonging(name: str) -> str:
+    """To which of Lightning's two package names ``name`` belongs: what a Trainer of the other shows, and refuses."""
+    package = __name__.removesuffix(".compat.lightning")
+    [other] = _TRAINERS.keys() - {package}
+    return f"<{name} of {package}, for {_TRAINERS[package]}.Trainer; {other} has it for {_TRAINERS[other]}.Trainer>"

@@ -112,6 +112,9 @@ class EffiPrecision(Precision):
         self._stock = self._stock_plugin()
         self._local_steps: dict[int, LocalStep] = {}
 
+    def __repr__(self) -> str:
+        return lightning_compat.belonging(type(self).__name__)
+
     def __getstate__(self) -> dict[str, Any]:
         """Of the settings and the loss scale; what belongs to a run (its ranks, its optimizers) stays in it."""
         steps = None if self.scaler is None else ScaledSteps(self.scaler, self._device, None)
@@ -131,7 +134,8 @@ class EffiPrecision(Precision):
         if type(plugin) in (Precision, DoublePrecision, HalfPrecision):
             return cls(plugin.precision)  # type: ignore[arg-type]
         raise TypeError(
-            f"EffiStrategy does not work with the precision plugin {type(plugin).__name__}; use"
+            f"EffiStrategy does not work with the precision plugin {type(plugin).__module__}."
+            f"{type(plugin).__name__}; use"
             f" Trainer(precision=...) or lightning_effi.EffiPrecision"
         )
 
