@@ -118,11 +118,14 @@ class ModuleAtWork:
     def begin_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Waiting | Parallelized:
         """A step hook is about to run; the first one shows how the module is used.
 
-        A pipeline waits for the first micro-batch of a training step instead.
+        A pipeline waits for the first micro-batch of a training step instead, and a fit that checks its validation first
+        does so with the whole module.
         """
         state = self.state
         state.tensor.begin_step(args)
-        if isinstance(state, Waiting) and state.context.layout.pipeline == 1:
+        trainer = state.module.trainer
+        shows_use = trainer.training or trainer.state.fn != TrainerFn.FITTING
+        if isinstance(state, Waiting) and state.context.layout.pipeline == 1 and shows_use:
             self._state = parallelize(state, state.module.trainer.optimizers, FirstStep(step, args, kwargs))
             self._cut_batches()
         return self.state

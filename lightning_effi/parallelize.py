@@ -209,13 +209,22 @@ def _make_plan(waiting: Waiting, first: FirstStep | FirstPiece | None) -> tuple[
     """What is split how, agreed by all ranks; the module is as before."""
     match first:
         case FirstStep():
-            return waiting.tensor.plan(waiting.module, first.step, first.args, first.kwargs), None
+            return _plan_tensor(waiting, first), None
         case FirstPiece():
             assert waiting.pipeline is not None
             planned = waiting.pipeline.plan(first.count)
             return planned.tensor, _Staged(waiting.pipeline, planned, first)
         case None:
             return None, None
+
+
+def _plan_tensor(waiting: Waiting, first: FirstStep) -> TensorPlan:
+    """One run of a training step serves the plan and the comparison."""
+    module, seen = waiting.module, None
+    if module.trainer.training and waiting.probe.may_observe(module):
+        with waiting.tensor.watching(module) as seen:
+            waiting.probe.observe(module, first.step, first.args, first.kwargs)
+    return waiting.tensor.plan(module, first.step, first.args, first.kwargs, seen)
 
 
 @contextmanager

@@ -295,7 +295,7 @@ class EffiStrategy(MeshStrategy):
         assert self.lightning_module is not None
         with self.precision.train_step_context():
             work = self._work.begin_step(self.lightning_module.training_step, args, kwargs)
-        work.probe.before_first_step(self.lightning_module, work.engine, work.tensor.over, *args)
+        work.probe.before_first_step(self.lightning_module, work.engine, work.tensor.over, *args, **kwargs)
         if self._work.pieces is not None:
             return self._work.pieces(*args, **kwargs)
         manual = not self.lightning_module.automatic_optimization  # then the step itself looks at gradients

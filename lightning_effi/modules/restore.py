@@ -96,14 +96,16 @@ def backward_of(loss: Tensor) -> None:
     torch_compat.backward_in_modes(of_size_one(loss))
 
 
-def plain_gradients(module: nn.Module, step: Callable[..., Any], *args: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradients of ``step(*args)`` for the parameters of a plain module; its gradients are cleared.
+def plain_gradients(
+    module: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients of ``step(*args, **kwargs)`` for the parameters of a plain module; its gradients are cleared.
 
     The gradients are those of :func:`of_size_one`.
     """
     for parameter in module.parameters():
         parameter.grad = None
-    loss = loss_of(step(*args))
+    loss = loss_of(step(*args, **kwargs))
     backward_of(loss)
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.requires_grad}
     for parameter in module.parameters():

@@ -88,6 +88,8 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequenc
     name, meet = getattr(func, "__name__", ""), _meet(tensors)
     if kwargs.get("out") is not None:
         return _write_out(func, args, kwargs)
+    if name.startswith("_amp_foreach_"):
+        return _by_layout(func, *args)
     if name.startswith("_foreach_"):
         return _each(func, args, kwargs, meet)
     if writes(func, args, kwargs):
@@ -260,6 +262,16 @@ def _bring_up_to_date(tensors: Sequence[Tensor]) -> None:
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _by_layout(func: Callable[..., Any], gradients: Sequence[Any], found: Tensor, inverse: Tensor) -> None:
+    """The check of a ``GradScaler``: DTensor takes all gradients for laid out as the first, and refuses plain ones."""
+    alike: dict[Any, list[Any]] = {}
+    for gradient in gradients:
+        layout = getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None)
+        alike.setdefault(layout, []).append(gradient)
+    for members in alike.values():
+        func(members, found, inverse)
 
 
 def _change(func: Callable[..., Any], args: Any, kwargs: Any, on_whole: bool) -> Any:

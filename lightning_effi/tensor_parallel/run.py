@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,15 @@ from lightning_effi.comm.agreement import Agreement
 from lightning_effi.comm.broadcast import broadcast_states
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
+from lightning_effi.data_parallel.casting import computed_in
+from lightning_effi.modules import find_all_blocks
 from lightning_effi.modules.deferred import DeferredValues
 from lightning_effi.modules.restore import restored
 from lightning_effi.modules.undo import Undo
 from lightning_effi.tensor_parallel.collectives import TensorGroup
 from lightning_effi.tensor_parallel.layers.apply import AppliedPlan
 from lightning_effi.tensor_parallel.layers.outside import WeightsOutsideLayers
+from lightning_effi.tensor_parallel.planning.capture import BlockInputs
 from lightning_effi.tensor_parallel.planning.plan import TensorPlan
 from lightning_effi.tensor_parallel.planning.planner import Planner
 from lightning_effi.tensor_parallel.randomness import agree_on_randomness
@@ -90,8 +93,25 @@ class TensorRun:
             )
         self.is_pending = True
 
-    def plan(self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any) -> TensorPlan:
-        """Decide what is split, on the arguments of the first step."""
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[BlockInputs]:
+        """Inside, a run of ``module`` shows what its blocks are called with."""
+        inputs = BlockInputs(module, find_all_blocks(module))
+        with inputs.watched():
+            yield inputs
+
+    def plan(
+        self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any, seen: BlockInputs | None = None
+    ) -> TensorPlan:
+        """Decide what is split, on the arguments of the first step.
+
+        Args:
+            module: whole.
+            step: its first one.
+            args: of the step.
+            kwargs: likewise.
+            seen: what a run of that step has shown; where there is none, one is made.
+        """
         context = self._context
         asked = context.config.tensor
         user_plan = {} if asked is None or asked.plan == "auto" else asked.plan
@@ -102,8 +122,12 @@ class TensorRun:
             sequence_parallel=asked is not None and asked.sequence_parallel,
             vocabulary=context.layout.pipeline == 1,
         )
-        with restored(module):
-            return planner.plan(module, step, args, kwargs)
+        blocks = find_all_blocks(module)
+        with restored(module), computed_in(context.precision.compute, module):
+            if seen is None:
+                seen = BlockInputs(module, blocks)
+                seen.capture(step, args, kwargs)
+            return planner.plan(module, blocks, seen.kinds)
 
     def apply(self, module: nn.Module, plan: TensorPlan) -> None:
         """Split the layers of ``module``; optimizers must have been detached from its parameters."""

@@ -455,3 +455,32 @@ def test_recomputed_blocks_equal_single_process() -> None:
     if missing := MODELS["llama"].missing:
         pytest.skip(f"needs {missing}")
     train_and_assert_parity(Training(checkpointing_llama, MODELS["llama"].batches, strategy=TP2, world_size=2))
+
+
+class Rehearsed(GPT):
+    """``until_first``: how often ``training_step`` had run when the first batch was trained on."""
+
+    until_first = 0
+    calls = 0  # of the class: what a rehearsed step counts on the module is put back
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        Rehearsed.calls += 1
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.until_first = self.until_first or Rehearsed.calls
+
+
+def rehearsals() -> list[int]:
+    counts = []
+    for validated in (False, True):
+        module, Rehearsed.calls = Rehearsed(blocks=2), 0
+        data = DataLoader(batches(2), batch_size=None)  # type: ignore[arg-type]
+        trainer = make_trainer({"tensor_parallel_size": 2}, 2, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(module, data, data if validated else None)
+        counts.append(module.until_first)
+    return counts
+
+
+def test_first_step_runs_after_one_observed_and_one_compared() -> None:
+    assert run_distributed(rehearsals, 2) == [[3, 3]] * 2

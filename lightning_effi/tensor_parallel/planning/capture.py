@@ -1,4 +1,4 @@
-"""The inputs that blocks really get: a step is run until each kind of block has been called once.
+"""The inputs that blocks really get, noted in a run of the step that serves other ends too, or in one for them alone.
 
 A step that is only run to look at its inputs must leave no trace: buffers, counters and randomness are put back, logs
 are swallowed, and it is left by an exception as soon as nothing more is to be learned, so that it needs no backward.
@@ -7,8 +7,8 @@ are swallowed, and it is left by an exception as soon as nothing more is to be l
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,45 +35,67 @@ class _EverythingSeenError(BaseException):
     """Ends the step; no ``Exception``, so that the module's own handlers do not take it for an error."""
 
 
-def capture_inputs(
-    module: nn.Module, blocks: Sequence[Block], step: Callable[..., Any], args: Any, kwargs: Any
-) -> list[BlockKind]:
-    """Run ``step`` without gradients and return the kinds of blocks that it called, in that order."""
-    kinds: dict[str, list[Block]] = {}
-    for block in blocks:
-        kinds.setdefault(_signature(block.module), []).append(block)
-    seen: dict[str, tuple[Any, Any]] = {}
+class BlockInputs:
+    """What the first block of each kind is called with, in whatever run of the module is watched.
 
-    def note(kind: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if kind not in seen:
-            seen[kind] = _copied((args, kwargs), module)
-        if len(seen) == len(kinds):
-            raise _EverythingSeenError
+    Args:
+        module: the user's.
+        blocks: its blocks.
+    """
 
-    handles = [
-        block.module.register_forward_pre_hook(partial(note, kind), with_kwargs=True)
-        for kind, members in kinds.items()
-        for block in members
-    ]
-    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    try:
-        module.__dict__["manual_backward"] = _end  # there are no gradients here; what runs later is not looked at
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            restored(module),
-            silent(module),
-            undone_writes(module),
-            suppress(_EverythingSeenError),
-        ):
-            step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-    finally:
-        del module.__dict__["manual_backward"]
-        for parameter, requires_grad in trained:  # a step that toggles optimizers is left while one is
-            parameter.requires_grad_(requires_grad)
-        for handle in handles:
-            handle.remove()
-    return [BlockKind(tuple(kinds[kind]), *found) for kind, found in seen.items()]
+    def __init__(self, module: nn.Module, blocks: Sequence[Block]) -> None:
+        self._module = module
+        self._members: dict[str, list[Block]] = {}
+        for block in blocks:
+            self._members.setdefault(_signature(block.module), []).append(block)
+        self._seen: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def kinds(self) -> list[BlockKind]:
+        """The kinds of blocks that were called, in that order."""
+        return [BlockKind(tuple(self._members[kind]), *found) for kind, found in self._seen.items()]
+
+    @contextmanager
+    def watched(self, then_stop: bool = False) -> Iterator[None]:
+        """Inside, calls of blocks are noted; ``then_stop`` leaves when every kind has been called."""
+
+        def note(kind: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+            if kind not in self._seen:
+                self._seen[kind] = _copied((args, kwargs), self._module)
+            if then_stop and len(self._seen) == len(self._members):
+                raise _EverythingSeenError
+
+        handles = [
+            block.module.register_forward_pre_hook(partial(note, kind), with_kwargs=True)
+            for kind, members in self._members.items()
+            for block in members
+        ]
+        try:
+            with suppress(_EverythingSeenError):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def capture(self, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Run ``step`` without gradients, for its inputs alone."""
+        module = self._module
+        trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        try:
+            module.__dict__["manual_backward"] = _end  # there are no gradients here; what runs later is not looked at
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                restored(module),
+                silent(module),
+                undone_writes(module),
+                self.watched(then_stop=True),
+            ):
+                step(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        finally:
+            del module.__dict__["manual_backward"]
+            for parameter, requires_grad in trained:  # a step that toggles optimizers is left while one is
+                parameter.requires_grad_(requires_grad)
 
 
 def _end(*_: Any, **__: Any) -> None:

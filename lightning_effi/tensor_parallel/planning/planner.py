@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_effi.modules import Block, find_all_blocks
+from lightning_effi.modules import Block
 from lightning_effi.tensor_parallel.layers.linear import linears
 from lightning_effi.tensor_parallel.layers.sequence import hidden_states
-from lightning_effi.tensor_parallel.planning.capture import BlockKind, capture_inputs
+from lightning_effi.tensor_parallel.planning.capture import BlockKind
 from lightning_effi.tensor_parallel.planning.decide import LayerGroup, decide, with_user_plan
 from lightning_effi.tensor_parallel.planning.hints import Hints, read_hints
 from lightning_effi.tensor_parallel.planning.plan import LayerPlan, SequencePlan, TensorPlan, asked_styles, stars
@@ -40,20 +40,24 @@ class Planner:
     sequence_parallel: bool = False
     vocabulary: bool = True
 
-    def plan(self, module: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any) -> TensorPlan:
-        """Run ``step`` on a real batch up to the blocks, and decide for each kind of block.
+    def plan(self, module: nn.Module, blocks: Sequence[Block], kinds: Sequence[BlockKind]) -> TensorPlan:
+        """Decide for each kind of block.
+
+        Args:
+            module: whole.
+            blocks: all of its blocks.
+            kinds: those that a step on a real batch has called, with what they were given.
 
         Raises:
             ValueError: where nothing can be split, or a user's plan does not fit or gives wrong numbers.
         """
-        blocks = find_all_blocks(module)
         outside = self._refuse_unknown_names(module, blocks)
         hints = read_hints(module)
         layers: list[LayerPlan] = []
         dims: dict[str, int] = {}
         handing_out: list[str] = []
         whole: list[str] = list(hints.unknown)
-        for kind in capture_inputs(module, blocks, step, args, kwargs):
+        for kind in kinds:
             trace = trace_block(kind.blocks[0].module, *_fresh(kind))
             found, left, hands_out = self._plan_kind(kind, trace, hints)
             if hands_out:
