@@ -118,7 +118,7 @@ class ModuleAtWork:
     def begin_step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Waiting | Parallelized:
         """A step hook is about to run; the first one shows how the module is used.
 
-        A pipeline waits for the first micro-batch of a training step instead, and a fit that checks its validation first
+        A pipeline waits for the first micro-batch of a training step instead. A fit that checks its validation first
         does so with the whole module.
         """
         state = self.state
