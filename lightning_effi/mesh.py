@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_effi.comm.board import Board
+from lightning_effi.comm.differentiable import gather_with_gradients
 from lightning_effi.comm.logged import reduce_logged
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
@@ -237,6 +238,8 @@ class MeshStrategy(ParallelStrategy, ABC):
         tensor = whole(tensor)  # a parameter between steps is a shard; stock gathers whole copies
         if group is None or group is dist.group.WORLD:  # self.all_gather() passes that where no group was asked for
             group = self.data_parallel_group
+        if sync_grads and group is not None:
+            return gather_with_gradients(tensor, group)
         return lightning_compat.all_gather_batch(tensor, group, sync_grads)
 
     @override
