@@ -92,6 +92,8 @@ class ReplicatedEngine(WholeEngine):
         on_cuda = self._device.type == "cuda"
         # DDP asks to be built in a side stream when it will be captured in a CUDA graph
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
+            for buffer in self.module.buffers():  # DDP sends a single one as it lies in memory, which torch refuses
+                buffer.data = buffer.detach().reshape(-1).view(buffer.shape)
             return DistributedDataParallel(
                 self._root,
                 device_ids=[self._device.index] if on_cuda else None,
