@@ -15,14 +15,17 @@ from typing_extensions import override
 from lightning_effi.comm.board import Board
 from lightning_effi.comm.differentiable import gather_with_gradients
 from lightning_effi.comm.logged import reduce_logged
+from lightning_effi.comm.ranks import Ranks, RankWords
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.config import EffiConfig
 from lightning_effi.context import Group, Groups, RunContext
 from lightning_effi.layout import AXES, Layout
+from lightning_effi.loop.hooks import HooksAboutData
 from lightning_effi.sharded_tensors.wholes import whole
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from lightning.pytorch.plugins import LayerSync
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,6 +47,8 @@ class MeshStrategy(ParallelStrategy, ABC):
         self.board: Board | None = None  # notes of the ranks of this run
         self._groups = Groups()
         self._context: RunContext | None = None
+        self.words = RankWords()
+        self._hooks_about_data = HooksAboutData(self.words)
 
     # -- who is who --------------------------------------------------------------------------------------------------
 
@@ -86,7 +91,38 @@ class MeshStrategy(ParallelStrategy, ABC):
     @property
     def data_parallel_rank(self) -> int:
         """Which of the :attr:`data_parallel_size` different batches this process works on."""
-        return self.layout.data_parallel_rank(self.global_rank)
+        process = self.words.process
+        return self.layout.data_parallel_rank(self.global_rank if process is None else process.rank)
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """All processes; in hooks of the module the data-parallel ranks, see :mod:`lightning_effi.comm.ranks`."""
+        return super().world_size if self.words.process is None else self.words.size
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """Of this process; in hooks of the module that share out data, its data-parallel rank."""
+        return super().global_rank if self.words.process is None else self.words.rank
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process of all, also where :attr:`global_rank` is a data-parallel rank."""
+        process = self.words.process
+        return (super().global_rank if process is None else process.rank) == 0
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Of this node's processes; ``trainer.num_devices`` counts them, in hooks as :attr:`world_size` does."""
+        devices = self._parallel_devices
+        return None if devices is None else devices[: self.words.devices(len(devices), self.num_nodes)]
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
 
     @property
     def data_parallel_size(self) -> int:
@@ -108,13 +144,13 @@ class MeshStrategy(ParallelStrategy, ABC):
     @property
     @override
     def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        assert self._parallel_devices is not None
+        return self._parallel_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
         """Processes on this node."""
-        return len(self.parallel_devices or ())
+        return len(self._parallel_devices or ())
 
     @property
     def process_group_backend(self) -> str | None:
@@ -189,6 +225,18 @@ class MeshStrategy(ParallelStrategy, ABC):
             )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+        self._tell_ranks_apart(self.lightning_module)
+
+    def _tell_ranks_apart(self, module: pl.LightningModule) -> None:
+        process = Ranks(self.layout.world_size, dist.get_rank(), self._groups.run.device)
+        data = Ranks(self.data_parallel_size, self.layout.data_parallel_rank(process.rank), self._groups.data.device)
+        self.words.start(process, data)
+        trainer: Any = module.trainer
+        self._hooks_about_data.install(module, trainer.datamodule, trainer.callbacks)
+
+    def leave_hooks(self) -> None:
+        """At the end of a run, whatever became of it: hooks are the user's own again."""
+        self._hooks_about_data.remove()
 
     def _with_control(self, group: Any, axes: tuple[str, ...]) -> Group:
         """The ranks along ``axes`` again, with a backend for CPU tensors; every rank must make every group."""
@@ -216,14 +264,16 @@ class MeshStrategy(ParallelStrategy, ABC):
     def barrier(self, name: str | None = None) -> None:
         if dist.is_available() and dist.is_initialized():
             on_cuda = self.root_device.type == "cuda"
-            dist.barrier(device_ids=[self.root_device.index] if on_cuda else None)
+            device_ids = [self.root_device.index] if on_cuda else None
+            dist.barrier(None if self.words.process is None else self.words.group, device_ids=device_ids)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not (dist.is_available() and dist.is_initialized()):
             return obj
         objects = [whole(obj)]  # a parameter between steps is a shard, and another rank's is no use
-        dist.broadcast_object_list(objects, src)
+        group = None if self.words.process is None else self.words.group
+        dist.broadcast_object_list(objects, group=group, group_src=src)
         return objects[0]
 
     @override
@@ -238,6 +288,9 @@ class MeshStrategy(ParallelStrategy, ABC):
         tensor = whole(tensor)  # a parameter between steps is a shard; stock gathers whole copies
         if group is None or group is dist.group.WORLD:  # self.all_gather() passes that where no group was asked for
             group = self.data_parallel_group
+            self.words.note_count("self.all_gather")
+            if self.needs_process_group and self.data_parallel_size == 1:
+                return tensor  # as in one process
         if sync_grads and group is not None:
             return gather_with_gradients(tensor, group)
         return lightning_compat.all_gather_batch(tensor, group, sync_grads)
@@ -246,6 +299,9 @@ class MeshStrategy(ParallelStrategy, ABC):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks, whatever their batch."""
         votes = torch.tensor(int(decision), device=self.root_device)
+        voters = 1
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(votes)
-        return bool(votes == self.world_size) if all else bool(votes)
+            group = None if self.words.process is None else self.words.group
+            dist.all_reduce(votes, group=group)
+            voters = dist.get_world_size(group)
+        return bool(votes == voters) if all else bool(votes)

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_effi.at_work import ModuleAtWork
 from lightning_effi.checkpoint.run import Held, RunCheckpoint
+from lightning_effi.comm.ranks import for_processes
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.config import (
     ActivationCheckpointing,
@@ -344,6 +345,7 @@ class EffiStrategy(MeshStrategy):
             yield
 
     @override
+    @for_processes
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
@@ -377,6 +379,7 @@ class EffiStrategy(MeshStrategy):
         self.engine.after_backward()
 
     @override
+    @for_processes
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -438,27 +441,33 @@ class EffiStrategy(MeshStrategy):
         return Held(self._context, self.lightning_module, engine, self._work.stages, self.optimizers)
 
     @override
+    @for_processes
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self._checkpoint.model_state(self._held, after_error=self.is_interrupted)
 
     @override
+    @for_processes
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._checkpoint.optimizer_state(self._held, optimizer)
 
     @override
+    @for_processes
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._checkpoint.save(self._held, checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
+    @for_processes
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         group = self.context.groups.run.control
         return self._checkpoint.load(checkpoint_path, self.checkpoint_io, weights_only, group)
 
     @override
+    @for_processes
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self._checkpoint.load_model(self._held, checkpoint, strict)
 
     @override
+    @for_processes
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoint.load_optimizers(self._held, checkpoint)
 

@@ -594,6 +594,29 @@ def lightning_and_ddp_on_two_ranks() -> dict[str, Any]:
     return {"broadcast": values, "gathered": gathered, "mean": mean, "world": dist.get_world_size()}
 
 
+def default_group_of_one() -> dict[str, Any]:
+    world, rank = dist.group.WORLD, dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    mesh = init_device_mesh("cpu", (2,))
+    value, received = torch.tensor(1.0 + rank), torch.tensor(1.0 + rank)
+    with torch_compat.default_group(alone):
+        dist.all_reduce(value)
+        dist.broadcast(received, src=0)
+        inside = (dist.get_world_size(), dist.get_rank(), dist.get_rank(world), dist.get_rank(mesh.get_group()))
+        meshes = (mesh.get_rank(), mesh.get_local_rank(0), dist.group.WORLD is alone)
+    after = (dist.get_world_size(), dist.get_rank(), dist.group.WORLD is world)
+    return {"values": (float(value), float(received)), "inside": inside, "meshes": meshes, "after": after}
+
+
+@relies_on("torch.default_group", "torch.distributed.GroupMember.WORLD")
+def test_default_group_is_another_one_inside() -> None:
+    for rank, found in enumerate(run_distributed(default_group_of_one, 2)):
+        assert found["values"] == (1.0 + rank, 1.0 + rank)
+        assert found["inside"] == (1, 0, rank, rank)
+        assert found["meshes"] == (rank, rank, True)
+        assert found["after"] == (2, rank, True)
+
+
 @relies_on("lightning.init_process_group", "lightning.fabric.utilities.distributed._init_dist_connection")
 @relies_on("torch.broadcast_module_states", "torch.distributed._broadcast_coalesced")
 @relies_on("lightning.all_gather_batch", "lightning.fabric.utilities.distributed._all_gather_ddp_if_available")

@@ -166,8 +166,8 @@ def _first_of_any_rank(suspicions: Sequence[list[Finding]], strategy: MeshStrate
     mine = [[replace(each, rank=strategy.global_rank) for each in found] for found in suspicions]
     everybodys = [mine]
     if strategy.has_several_processes:
-        everybodys = [mine] * strategy.world_size
-        dist.all_gather_object(everybodys, mine)
+        everybodys = [mine] * strategy.layout.world_size
+        dist.all_gather_object(everybodys, mine, group=strategy.context.groups.run.device)
     by_kind = [[each for ours in everybodys for each in ours[kind]] for kind in range(len(suspicions))]
     strongest = next((found for found in by_kind if found), [])
     forward = [each for each in strongest if each.pass_ == "forward"]

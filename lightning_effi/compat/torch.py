@@ -254,3 +254,36 @@ def function_mode_left(mode: Any) -> Iterator[None]:
         return
     with overrides._pop_mode_temporarily():
         yield
+
+
+@contextmanager
+def default_group(group: Any) -> Iterator[None]:
+    """Inside, ``group`` is what torch's collectives take where none is named (``GroupMember.WORLD``).
+
+    Sources and destinations of such collectives are places in ``group``. ``get_rank`` of a named group would look up
+    the place in ``group`` among that group's global ranks, so it is asked of the named group itself, and meshes go on
+    counting processes (torch 2.13-2.14).
+    """
+    import torch.distributed as dist
+    from torch.distributed import device_mesh, distributed_c10d
+
+    before, get_rank, process = dist.GroupMember.WORLD, dist.get_rank, device_mesh.get_rank()
+
+    def rank_in(group: Any = None) -> int:
+        named = isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.WORLD
+        return group.rank() if named else get_rank(group)
+
+    def rank_in_mesh(group: Any = None) -> int:
+        return process if group is None else rank_in(group)
+
+    places = (dist, rank_in), (distributed_c10d, rank_in), (device_mesh, rank_in_mesh)
+    originals = [module.get_rank for module, _ in places]
+    dist.GroupMember.WORLD = group
+    for module, replacement in places:
+        module.get_rank = replacement  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for (module, _), original in zip(places, originals, strict=True):
+            module.get_rank = original  # type: ignore[attr-defined]
+        dist.GroupMember.WORLD = before
