@@ -10,6 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from lightning_effi.comm.ranks import RankWords
     from lightning_effi.config import EffiConfig
     from lightning_effi.layout import Layout
     from lightning_effi.precision import EffiPrecision
@@ -58,6 +59,7 @@ class RunContext:
         precision: which dtype is computed with, and the loss scale.
         mesh: torch's mesh with the axes of the layout; ``None`` in a run without process groups.
         groups: who talks to whom.
+        words: which ranks a word means at the moment, and whether a hook of the user's is running.
     """
 
     config: EffiConfig
@@ -68,6 +70,7 @@ class RunContext:
     precision: EffiPrecision
     mesh: DeviceMesh | None
     groups: Groups
+    words: RankWords
 
     @property
     def has_several_processes(self) -> bool:

@@ -21,7 +21,7 @@ from lightning_effi.compat import torch as torch_compat
 from lightning_effi.config import EffiConfig
 from lightning_effi.context import Group, Groups, RunContext
 from lightning_effi.layout import AXES, Layout
-from lightning_effi.loop.hooks import HooksAboutData
+from lightning_effi.loop.hooks import UserHooks
 from lightning_effi.sharded_tensors.wholes import whole
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         self._groups = Groups()
         self._context: RunContext | None = None
         self.words = RankWords()
-        self._hooks_about_data = HooksAboutData(self.words)
+        self._user_hooks = UserHooks(self.words)
 
     # -- who is who --------------------------------------------------------------------------------------------------
 
@@ -203,6 +203,7 @@ class MeshStrategy(ParallelStrategy, ABC):
             precision=self.precision,
             mesh=self._device_mesh if self.needs_process_group else None,
             groups=self._groups,
+            words=self.words,
         )
 
     def _start_process_groups(self) -> None:
@@ -232,11 +233,11 @@ class MeshStrategy(ParallelStrategy, ABC):
         data = Ranks(self.data_parallel_size, self.layout.data_parallel_rank(process.rank), self._groups.data.device)
         self.words.start(process, data)
         trainer: Any = module.trainer
-        self._hooks_about_data.install(module, trainer.datamodule, trainer.callbacks)
+        self._user_hooks.install(module, trainer.datamodule, trainer.callbacks)
 
     def leave_hooks(self) -> None:
         """At the end of a run, whatever became of it: hooks are the user's own again."""
-        self._hooks_about_data.remove()
+        self._user_hooks.remove()
 
     def _with_control(self, group: Any, axes: tuple[str, ...]) -> Group:
         """The ranks along ``axes`` again, with a backend for CPU tensors; every rank must make every group."""

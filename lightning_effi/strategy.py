@@ -502,6 +502,7 @@ class EffiStrategy(MeshStrategy):
             if module is not None and self.layer_sync is not None:
                 self.layer_sync.revert(module)
         finally:
+            self.leave_hooks()
             self.undo.run()
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()

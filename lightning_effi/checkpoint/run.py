@@ -184,6 +184,8 @@ class RunCheckpoint:
             state = stages.of_this_stage(held.module, state)
         read = _agreed(held.control_group, lambda: read_model(state, held.module.state_dict()))
         full.load_model(held.module, read, strict)
+        if held.stages is not None:
+            held.stages.common.note()
 
     def load_optimizers(self, held: Held, checkpoint: Mapping[str, Any]) -> None:
         """Fill the optimizers, whose parameters are sharded by now; none where a hook has taken their states out."""

@@ -19,9 +19,14 @@ from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
 
 def gather_model(module: nn.Module, stages: StageParameters) -> dict[str, Any]:
     """The state dict of the whole module on the first stage, ``{}`` elsewhere; all ranks must call this."""
+    saves = stages.saves()
+    state = full.gather_model(module, keep=True)
+    everywhere = stages.gather((state, [key for key in state if saves(key)]))
     merged: dict[str, Any] = {}
-    for state in reversed(stages.gather(full.gather_model(module, keep=True))):
-        merged.update(state)  # of copies, the first stage's
+    for each, _ in reversed(everywhere):
+        merged.update(each)
+    for each, saved in everywhere:
+        merged.update({key: each[key] for key in saved})
     return {key: merged[key] for key in stages.state_keys if key in merged}
 
 
@@ -62,7 +67,8 @@ def merge_stages(stages: StageParameters, tensors: dict[str, Any], rest: dict[st
         rest: what is not a tensor, and the names of the tensors of this stage; those of all stages on the first.
     """
     described = {key: rest[key] for key in ("state_dict", "optimizer_states") if key in rest}
-    for key in [key for key in tensors if not stages.is_written_here(_name_in(key))]:
+    saves = stages.saves()
+    for key in [key for key in tensors if not saves(_name_in(key))]:
         del tensors[key]
     everywhere = stages.gather(described)
     if not everywhere:

@@ -12,9 +12,9 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_effi.compat import torch as torch_compat
 
@@ -32,19 +32,22 @@ class Ranks:
     group: Any
 
 
-class RankWords:
-    """What the words mean at the moment; until :meth:`start` there is only one meaning.
+class _Meaning(NamedTuple):
+    """Whether counts are of data-parallel ranks, whether data are being shared out, and what is running."""
 
-    Attributes:
-        in_step: whether the module's step is running, to whose end some ranks of a pipeline do not come.
-    """
+    counts: bool = False
+    shares_out: bool = False
+    in_step: bool = False
+    in_hook: bool = False
+
+
+class RankWords:
+    """What the words mean at the moment; until :meth:`start` there is only one meaning."""
 
     def __init__(self) -> None:
         self.process: Ranks | None = None
         self._data_parallel: Ranks | None = None
-        self._counts_data_parallel = False
-        self._shares_out = False
-        self.in_step = False
+        self._now = _Meaning()
         self._asked: _Asked | None = None
 
     def start(self, process: Ranks, data_parallel: Ranks) -> None:
@@ -60,6 +63,16 @@ class RankWords:
             and self.process.size != self._data_parallel.size
         )
 
+    @property
+    def in_step(self) -> bool:
+        """Whether the module's step is running, to whose end some ranks of a pipeline do not come."""
+        return self._now.in_step
+
+    @property
+    def in_hook(self) -> bool:
+        """Whether another hook of the module or of a callback is running."""
+        return self._now.in_hook
+
     # -- what is answered --------------------------------------------------------------------------------------------
 
     @property
@@ -67,7 +80,7 @@ class RankWords:
         """What ``trainer.world_size`` counts."""
         assert self.process is not None
         assert self._data_parallel is not None
-        if not self._counts_data_parallel:
+        if not self._now.counts:
             return self.process.size
         self.note_count("trainer.world_size")
         return self._data_parallel.size
@@ -77,13 +90,13 @@ class RankWords:
         """What ``trainer.global_rank`` names: a process, except in hooks that share out data."""
         assert self.process is not None
         assert self._data_parallel is not None
-        if self._shares_out:
+        if self._now.shares_out:
             return self._data_parallel.rank
         return self.process.rank if self._asked is None else self._asked.rank(self.process.rank)
 
     def devices(self, devices: int, nodes: int) -> int:
         """How many of this node's ``devices`` count, so that times the number of nodes it is the world size."""
-        if not self._counts_data_parallel or self._data_parallel is None:
+        if not self._now.counts or self._data_parallel is None:
             return devices
         self.note_count("trainer.num_devices")
         return max(self._data_parallel.size // nodes, 1)
@@ -105,13 +118,13 @@ class RankWords:
 
     @contextmanager
     def data_parallel(self, *, shares_out: bool = False) -> Iterator[None]:
-        """Inside runs a hook of the module.
+        """Inside runs a hook of the module that is about data, losses or updates.
 
         Args:
             shares_out: the hook shares out data, for which ``trainer.global_rank`` is the data-parallel rank.
         """
         assert self._data_parallel is not None
-        with self._meaning(True, shares_out, self.in_step), torch_compat.default_group(self._data_parallel.group):
+        with self._meaning(_Meaning(True, shares_out, in_step=self.in_step, in_hook=not self.in_step)):
             yield
 
     @contextmanager
@@ -121,10 +134,9 @@ class RankWords:
         Raises:
             RuntimeError: on the ranks concerned, where it takes a process for a place among data-parallel ranks.
         """
-        assert self._data_parallel is not None
         before, self._asked = self._asked, _Asked()
         try:
-            with self._meaning(True, False, True), torch_compat.default_group(self._data_parallel.group):
+            with self._meaning(_Meaning(True, in_step=True)):
                 yield
         except Exception as error:
             self._asked.refuse_mixture(name, error)
@@ -135,22 +147,27 @@ class RankWords:
             self._asked = before
 
     @contextmanager
-    def processes(self) -> Iterator[None]:
-        """Inside runs code of the package or of Lightning that a hook has called."""
-        if not self._counts_data_parallel or self.process is None:
-            yield
-            return
-        with self._meaning(False, False, False), torch_compat.default_group(self.process.group):
+    def after_loops(self) -> Iterator[None]:
+        """Inside runs a hook of the module that is about processes."""
+        with self._meaning(_Meaning(in_hook=True)):
             yield
 
     @contextmanager
-    def _meaning(self, counts_data_parallel: bool, shares_out: bool, in_step: bool) -> Iterator[None]:
-        before = self._counts_data_parallel, self._shares_out, self.in_step
-        self._counts_data_parallel, self._shares_out, self.in_step = counts_data_parallel, shares_out, in_step
-        try:
+    def processes(self) -> Iterator[None]:
+        """Inside runs code of the package or of Lightning that a hook has called."""
+        with self._meaning(_Meaning()):
             yield
+
+    @contextmanager
+    def _meaning(self, meaning: _Meaning) -> Iterator[None]:
+        before, self._now = self._now, meaning
+        ranks = self._data_parallel if meaning.counts else self.process
+        is_other = meaning.counts != before.counts and ranks is not None
+        try:
+            with torch_compat.default_group(ranks.group) if is_other and ranks is not None else nullcontext():
+                yield
         finally:
-            self._counts_data_parallel, self._shares_out, self.in_step = before
+            self._now = before
 
 
 class _Asked:
@@ -161,7 +178,7 @@ class _Asked:
         self._ranks: list[_ProcessRank] = []
 
     def rank(self, rank: int) -> int:
-        self._ranks.append(_ProcessRank(rank, _line_of_user()))
+        self._ranks.append(_ProcessRank(rank, line_of_user()))
         return self._ranks[-1]
 
     def refuse_mixture(self, step: str, error: Exception | None = None) -> None:
@@ -230,8 +247,8 @@ def for_processes(method: F) -> F:
     return run  # type: ignore[return-value]
 
 
-def _line_of_user() -> str:
-    """Where the innermost code runs that is neither this package's nor Lightning's."""
+def line_of_user() -> str:
+    """Where the innermost code runs that is neither this package's nor Lightning's nor torch's."""
     frame = sys._getframe(1)
     while frame is not None:
         if not str(frame.f_globals.get("__name__", "")).startswith(_NOT_THE_USERS):

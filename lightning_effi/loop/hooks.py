@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from lightning_effi.comm.ranks import RankWords
 from lightning_effi.modules.shadows import Shadows
@@ -45,8 +46,12 @@ PREPARING = (
 )
 
 
-class HooksAboutData:
-    """Lets hooks of a module, its data and its callbacks see the data-parallel ranks, for the length of a run."""
+AT_THE_END = ("on_validation_end", "on_test_end", "on_predict_end", "on_train_end", "on_fit_end")
+_AT_THE_START = ("on_train_start", "on_validation_start", "on_test_start", "on_predict_start")
+
+
+class UserHooks:
+    """Tells which hook of a module, its data and its callbacks is running, for the length of a run."""
 
     def __init__(self, words: RankWords) -> None:
         self._words = words
@@ -72,11 +77,15 @@ class HooksAboutData:
         for owner, base in ((module, pl.LightningModule), (datamodule, pl.LightningDataModule)):
             for name in SHARING_OUT:
                 self._put(owner, base, name, sharing)
+        for name in (*AT_THE_END, "on_save_checkpoint"):
+            self._put(module, pl.LightningModule, name, self._words.after_loops)
         for callback in callbacks:
+            if isinstance(callback, (BatchSizeFinder, LearningRateFinder)):
+                continue  # whole loops run in their hooks
             for name in ("setup", *UPDATES):
                 self._put(callback, pl.Callback, name, plain)
-            self._put(callback, pl.Callback, "on_save_checkpoint", self._words.processes)
-        self._put(module, pl.LightningModule, "on_save_checkpoint", self._words.processes)
+            for name in (*_AT_THE_START, *AT_THE_END, "on_save_checkpoint"):
+                self._put(callback, pl.Callback, name, self._words.after_loops)
 
     def remove(self) -> None:
         """Leave everything as it was before the run."""

@@ -6,7 +6,7 @@ The module tree stays whole. A parameter that a rank does not hold is ``None`` i
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_effi.comm.gather import gather_full
+from lightning_effi.comm.ranks import RankWords
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.data_parallel.optimizers import DetachedOptimizers
+from lightning_effi.pipeline_parallel.common import CommonState
 from lightning_effi.pipeline_parallel.planning.plan import PipelinePlan
+from lightning_effi.pipeline_parallel.other_stages import OnAnotherStage, AllParameters, OtherStages
 
 
 class StageParameters:
@@ -30,6 +33,7 @@ class StageParameters:
         group: the ranks of this pipeline, in the order of stages.
         pipelines: global ranks of all pipelines of the run, each in the order of stages.
         optimizers: of the whole module; those of this stage are left.
+        words: tells whether a hook of the module is running.
 
     Attributes:
         blocks: names of the blocks that this rank runs.
@@ -46,6 +50,7 @@ class StageParameters:
         group: dist.ProcessGroup,
         pipelines: Sequence[Sequence[int]],
         optimizers: DetachedOptimizers,
+        words: RankWords,
     ) -> None:
         self._module = module
         self._group = group
@@ -62,7 +67,8 @@ class StageParameters:
                 if parameter is not None:
                     self._places[by_id[id(parameter)]].append((submodule, key))
         # a parameter that the traced step did not use is held by everybody, so that hooks and other steps find it
-        mine = {*plan.ranks[stage].parameters, *(name for name in self.names if name not in self._first_holder)}
+        unused = [name for name in self.names if name not in self._first_holder]
+        mine = {*plan.ranks[stage].parameters, *unused}
         self.local = {name: p for name, p in module.named_parameters() if name in mine}
         self.shared = {name: held for name, held in plan.shared_by_ranks if stage in held}
         self._shared_groups = self._make_groups(plan, pipelines)
@@ -71,9 +77,13 @@ class StageParameters:
         self.modules = (*self.blocks, *plan.ranks[stage].units)
         self.optimizer_names = optimizers.names
         optimizers.keep(self.local)
+        self._stand_ins = OtherStages(words)
+        self._missing: dict[tuple[int, str], OnAnotherStage] = {}
         for name in self.names:
             if name not in mine:
                 self._put(name, None)
+        self._list_stand_ins()
+        self.common = CommonState(module, unused, lambda name: self._first_holder.get(name, 0), self._stand_ins, group)
 
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank is the one to count the parameter in a norm: copies count once."""
@@ -87,9 +97,14 @@ class StageParameters:
         """Whether no earlier stage holds the parameter."""
         return self._first_holder.get(name, 0) == self.stage
 
-    def is_written_here(self, name: str) -> bool:
-        """Whether this stage is the one to save the parameter or buffer of that name."""
-        return self.is_first_holder(name) if name in self._shapes else self.stage == 0
+    def saves(self) -> Callable[[str], bool]:
+        """Tells whether this stage is the one to save the parameter or buffer of a name; every rank must call this.
+
+        Raises:
+            RuntimeError: on all ranks, where stages hold different values of what none of them owns.
+        """
+        sources = self.common.sources(self.state_keys)
+        return lambda name: sources.get(name, self._first_holder.get(name, 0)) == self.stage
 
     def in_place_of(self, names: Container[str]) -> dict[int, str]:
         """The names of these parameters by the identities of what stands in their places on this rank."""
@@ -116,6 +131,7 @@ class StageParameters:
 
     def make_whole(self) -> None:
         """Bring every parameter to every rank, and put it back in its places."""
+        self.common.spread(dict(enumerate(self._ranks)))
         for name in self.names:
             shape, dtype, device, requires_grad = self._shapes[name]
             parameter = self.local.get(name)
@@ -124,6 +140,8 @@ class StageParameters:
             parameter.data = parameter.data.to(device)
             dist.broadcast(parameter.detach(), self._ranks[self._first_holder.get(name, 0)], group=self._group)
             self._put(name, parameter)
+        for module in self._module.modules():
+            module.__dict__.pop("parameters", None)
 
     def return_to_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Give the optimizers all their parameters and states, once the module is whole again."""
@@ -144,14 +162,21 @@ class StageParameters:
         """Code asks for ``weight.dtype`` or ``.device``: in place of a missing parameter it finds a tensor that knows
         both, takes no memory, and is full of NaN.
         """
-        shape, dtype, device, _ = self._shapes[name]
-        stand_in = torch.full((), float("nan"), device=device).to(dtype).expand(shape)
+        shape, dtype, device, requires_grad = self._shapes[name]
+        like = torch.empty((), dtype=dtype, device=device).expand(shape)
+        stand_in = self._stand_ins.parameter(name, like, requires_grad)
         for owner, key in self._places[name]:
             owner._parameters[key] = parameter
             if parameter is None:
-                owner.__dict__[key] = stand_in
+                owner.__dict__[key] = self._missing[id(owner), key] = stand_in
             else:
                 owner.__dict__.pop(key, None)
+
+    def _list_stand_ins(self) -> None:
+        """Let ``parameters()`` of all modules that have some list them in hooks."""
+        for module in self._module.modules():
+            if any((id(below), key) in self._missing for below in module.modules() for key in below._parameters):
+                module.__dict__["parameters"] = AllParameters(module, self._stand_ins, self._missing)
 
     def _make_groups(
         self, plan: PipelinePlan, pipelines: Sequence[Sequence[int]]

@@ -113,8 +113,8 @@ class PipelineRunner:
         plan, interception = planned.pipeline, self._first.interception
         held = plan.ranks[self.stage]
         group = self._context.groups.pipeline.device
-        pipelines = self._context.layout.pipelines()
-        self.stages = StageParameters(self._module, plan, self.stage, group, pipelines, optimizers)
+        pipelines, words = self._context.layout.pipelines(), self._context.words
+        self.stages = StageParameters(self._module, plan, self.stage, group, pipelines, optimizers, words)
         self._interception = interception
         interception.elsewhere = frozenset(self._first.everywhere - {*held.blocks, *held.units})
         interception.install()
