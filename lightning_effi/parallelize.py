@@ -27,7 +27,9 @@ from lightning_effi.data_parallel.replicated import ReplicatedEngine
 from lightning_effi.data_parallel.sharded import ShardedEngine
 from lightning_effi.microbatches.split import Piece
 from lightning_effi.modules.deferred import DeferredValues
+from lightning_effi.modules.eager import run_eagerly
 from lightning_effi.modules.undo import Undo
+from lightning_effi.pipeline_parallel.coupled_steps import StageStep
 from lightning_effi.pipeline_parallel.engine import PipelineEngine, UnsplitEngine
 from lightning_effi.pipeline_parallel.running.runner import PipelineRunner, Planned
 from lightning_effi.pipeline_parallel.stage_parameters import StageParameters
@@ -135,6 +137,8 @@ def set_up(
     if layout.tensor > 1:
         tensor.prepare(module, undo)
     if layout.pipeline > 1:
+        if layout.tensor == 1:
+            run_eagerly(module, undo, "pipeline")
         lightning_compat.metrics_in_group(module, context.groups.data.device)
         undo.push(partial(lightning_compat.metrics_everywhere, module))
         engine = UnsplitEngine(module, context)
@@ -182,6 +186,8 @@ def parallelize(
         tensor=tensor_plan,
     )
     follow(context, module, engine, optimizers)
+    if stages is not None:
+        context.precision.step_in_stages({id(optimizer): StageStep(optimizer, stages) for optimizer in optimizers})
     waiting.tell(plan)
     if staged is not None:
         staged.verify()

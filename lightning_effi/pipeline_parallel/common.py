@@ -96,7 +96,7 @@ class CommonState:
         stage = dist.get_rank(self._group)
         for name, source in self.sources().items():
             tensor = self.tensors()[name]
-            message = [tensor.detach().cpu()] if stage == source else [None]
+            message: list[Any] = [tensor.detach().cpu() if stage == source else None]
             dist.broadcast_object_list(message, ranks[source], group=self._group)
             if stage != source and message[0] is not None:
                 self._set(name, tensor, message[0])
@@ -113,4 +113,4 @@ class CommonState:
 def fingerprint(tensor: Tensor) -> Print:
     """Equal for equal tensors; of a sharded one, of this rank's part."""
     local = dtensor_compat.local_tensor(tensor).detach().cpu().contiguous()
-    return tuple(local.shape), str(local.dtype), zlib.crc32(local.reshape(-1).view(torch.uint8).numpy())
+    return tuple(local.shape), str(local.dtype), zlib.crc32(local.reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -140,8 +140,7 @@ class StageParameters:
             parameter.data = parameter.data.to(device)
             dist.broadcast(parameter.detach(), self._ranks[self._first_holder.get(name, 0)], group=self._group)
             self._put(name, parameter)
-        for module in self._module.modules():
-            module.__dict__.pop("parameters", None)
+        self.hide_stand_ins()
 
     def return_to_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Give the optimizers all their parameters and states, once the module is whole again."""
@@ -177,6 +176,11 @@ class StageParameters:
         for module in self._module.modules():
             if any((id(below), key) in self._missing for below in module.modules() for key in below._parameters):
                 module.__dict__["parameters"] = AllParameters(module, self._stand_ins, self._missing)
+
+    def hide_stand_ins(self) -> None:
+        """Let ``parameters()`` list this stage's alone again."""
+        for module in self._module.modules():
+            module.__dict__.pop("parameters", None)
 
     def _make_groups(
         self, plan: PipelinePlan, pipelines: Sequence[Sequence[int]]

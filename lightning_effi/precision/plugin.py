@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, get_args
@@ -28,7 +28,7 @@ from lightning_effi.precision.settings import (
     scales_losses,
     settings_of,
 )
-from lightning_effi.precision.steps import ScaledSteps, refuse_unscalable
+from lightning_effi.precision.steps import AroundStep, ScaledSteps, refuse_unscalable
 
 PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
@@ -110,7 +110,7 @@ class EffiPrecision(Precision):
         self._is_in_run = False
         self._steps = None if self.scaler is None else ScaledSteps(self.scaler, self._device, None)
         self._stock = self._stock_plugin()
-        self._local_steps: dict[int, LocalStep] = {}
+        self._around_steps: dict[int, AroundStep] = {}
 
     def __repr__(self) -> str:
         return lightning_compat.belonging(type(self).__name__)
@@ -206,7 +206,11 @@ class EffiPrecision(Precision):
         """
         if self.scaler is not None:
             refuse_unscalable(optimizers, self.precision)
-        self._local_steps = {id(opt): LocalStep(opt) for opt in optimizers if LocalStep.serves(opt)}
+        self._around_steps = {id(opt): LocalStep(opt) for opt in optimizers if LocalStep.serves(opt)}
+
+    def step_in_stages(self, around: Mapping[int, AroundStep]) -> None:
+        """Optimizers that are not known to work element by element are entered by a pipeline instead, by their ids."""
+        self._around_steps = {**around, **self._around_steps}
 
     def _stock_plugin(self) -> Precision:
         match self.precision:
@@ -309,19 +313,22 @@ class EffiPrecision(Precision):
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The optimizer's own step, on local shards where it is served."""
-        local = self._local_steps.get(id(optimizer))
-        if local is None:
-            return optimizer.step(closure=closure, **kwargs)
+        entered: list[AroundStep] = []
 
         def closure_and_shards() -> Any:
             result = None if closure is None else closure()
-            local.enter()
+            # only known now: in its first step, the closure of a pipeline's run splits the module
+            if not entered and (around := self._around_steps.get(id(optimizer))) is not None:
+                entered.append(around)
+                around.enter()
             return result
 
         try:
-            return optimizer.step(closure=closure_and_shards, **kwargs)
+            plain = closure is None and id(optimizer) not in self._around_steps
+            return optimizer.step(closure=None if plain else closure_and_shards, **kwargs)
         finally:
-            local.exit()
+            for around in entered:
+                around.exit()
 
     def move_scale(self, model: Any) -> float:
         """Let the loss scale follow what the optimizers found that stepped since the last call, together.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,14 @@ from lightning_effi.precision.scaling import PATIENCE, LossScaler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+class AroundStep(Protocol):
+    """What is entered right before an optimizer's update, when gradients were clipped, and left behind it."""
+
+    def enter(self) -> None: ...
+
+    def exit(self) -> None: ...
 
 
 class ScaledSteps:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.comm.broadcast import broadcast_states
 from lightning_effi.compat import lightning as lightning_compat
-from lightning_effi.compat import torch as torch_compat
 from lightning_effi.data_parallel.casting import computed_in
 from lightning_effi.modules import find_all_blocks
 from lightning_effi.modules.deferred import DeferredValues
+from lightning_effi.modules.eager import run_eagerly
 from lightning_effi.modules.restore import restored
 from lightning_effi.modules.undo import Undo
 from lightning_effi.tensor_parallel.collectives import TensorGroup
@@ -78,19 +76,7 @@ class TensorRun:
         # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
         undo.push(partial(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()))
         torch.backends.mha.set_fastpath_enabled(False)
-        # torch.compile cannot look into split tensors; recomputation in backward must not meet it either. Where nothing
-        # was compiled its frontend need not even be imported.
-        if "torch._dynamo" in sys.modules:
-            eagerly = ExitStack()
-            eagerly.enter_context(torch.compiler.set_stance("force_eager"))
-            undo.push(eagerly.close)
-        if compiled := [
-            name or type(module).__name__ for name, m in module.named_modules() if torch_compat.is_compiled(m)
-        ]:
-            rank_zero_info(
-                f"tensor parallelism: what the module compiles itself ({compiled[0]}"
-                f"{f' and {len(compiled) - 1} more' if len(compiled) > 1 else ''}) runs without torch.compile"
-            )
+        run_eagerly(module, undo, "tensor parallelism")
         self.is_pending = True
 
     @contextmanager

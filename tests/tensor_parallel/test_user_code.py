@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -45,7 +44,7 @@ class Gathers(GPT):
     seen: Any = None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen = self.all_gather(torch.tensor(dist.get_rank()))
+        self.seen = self.all_gather(torch.tensor(self.trainer.strategy.context.rank))
         return super().training_step(batch, batch_idx)
 
 

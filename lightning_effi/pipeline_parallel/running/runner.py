@@ -172,6 +172,8 @@ class PipelineRunner:
         """Blocks are called as they were written again, whichever of them this rank holds."""
         if self._interception is not None:
             self._interception.remove()
+        if self.stages is not None:
+            self.stages.hide_stand_ins()
         self._interception = None
 
     # -- steps ---------------------------------------------------------------------------------------------------------
