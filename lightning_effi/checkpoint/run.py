@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_effi.checkpoint import full, sharded, stages
+from lightning_effi.checkpoint import entries, full, sharded, stages
 from lightning_effi.checkpoint.stored import read_model, read_optimizers
 from lightning_effi.checkpoint.whole_modules import WholeModules
 from lightning_effi.comm.agreement import Agreement
@@ -120,6 +120,8 @@ class RunCheckpoint:
         self, held: Held, checkpoint: dict[str, Any], filepath: Any, io: CheckpointIO, storage_options: Any | None
     ) -> None:
         """Write a checkpoint that Lightning has put together from the two methods above."""
+        if held.stages is not None:
+            entries.complete(checkpoint, held.stages)
         checkpoint, local = self._with_whole_modules(held, checkpoint), local_path(filepath)
         if not self._is_sharded:
             if held.is_first_rank:

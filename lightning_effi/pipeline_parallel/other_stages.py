@@ -46,7 +46,9 @@ class OnAnotherStage(Tensor):
     _is_param = True  # isinstance(p, nn.Parameter)
 
     @classmethod
-    def make(cls, like: Tensor, names: frozenset[str], stand_ins: OtherStages, trainable: bool = False) -> OnAnotherStage:
+    def make(
+        cls, like: Tensor, names: frozenset[str], stand_ins: OtherStages, trainable: bool = False
+    ) -> OnAnotherStage:
         """Of the shape, dtype and device of ``like``, without memory."""
         kind = like.dtype if like.dtype.is_floating_point or like.dtype.is_complex else None
         value = torch.full((), float("nan") if kind else 0.0, device=like.device).to(like.dtype).expand(like.shape)

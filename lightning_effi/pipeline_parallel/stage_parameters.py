@@ -6,7 +6,7 @@ The module tree stays whole. A parameter that a rank does not hold is ``None`` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from lightning_effi.comm.ranks import RankWords
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.data_parallel.optimizers import DetachedOptimizers
 from lightning_effi.pipeline_parallel.common import CommonState
+from lightning_effi.pipeline_parallel.other_stages import AllParameters, OnAnotherStage, OtherStages
 from lightning_effi.pipeline_parallel.planning.plan import PipelinePlan
-from lightning_effi.pipeline_parallel.other_stages import OnAnotherStage, AllParameters, OtherStages
 
 
 class StageParameters:
@@ -83,7 +83,7 @@ class StageParameters:
             if name not in mine:
                 self._put(name, None)
         self._list_stand_ins()
-        self.common = CommonState(module, unused, lambda name: self._first_holder.get(name, 0), self._stand_ins, group)
+        self.common = CommonState(module, unused, self.first_holder, self._stand_ins, group)
 
     def counts(self, parameter: Tensor) -> bool:
         """Whether this rank is the one to count the parameter in a norm: copies count once."""
@@ -104,7 +104,22 @@ class StageParameters:
             RuntimeError: on all ranks, where stages hold different values of what none of them owns.
         """
         sources = self.common.sources(self.state_keys)
-        return lambda name: sources.get(name, self._first_holder.get(name, 0)) == self.stage
+        return lambda name: sources.get(name, self.first_holder(name)) == self.stage
+
+    @property
+    def owned(self) -> Iterable[str]:
+        """Names of the parameters that belong to some of the stages; the others are held by all."""
+        return self._first_holder
+
+    def first_holder(self, name: str) -> int:
+        """The first stage that holds the parameter."""
+        return self._first_holder.get(name, 0)
+
+    def parameter_behind(self, tensor: Tensor) -> str | None:
+        """The parameter of another stage that hooks have paired ``tensor`` with, or computed it from."""
+        if isinstance(tensor, OnAnotherStage):
+            return min(tensor.names)
+        return self._stand_ins.parameter_behind(tensor)
 
     def in_place_of(self, names: Container[str]) -> dict[int, str]:
         """The names of these parameters by the identities of what stands in their places on this rank."""
@@ -216,6 +231,17 @@ class StageParameters:
         gathered: list[Any] | None = [None] * len(self._ranks) if self.stage == 0 else None
         dist.gather_object(value, gathered, dst=self._ranks[0], group=self._group)
         return gathered or []
+
+    def gather_everywhere(self, value: Any) -> list[Any]:
+        """Everybody's ``value``, in the order of stages."""
+        gathered: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def bring_to_first(self, sources: Mapping[Any, int], tensor_of: Callable[[Any], Tensor]) -> dict[Any, Tensor]:
+        """Tensors of the stages given by key, on the first stage; nothing elsewhere."""
+        mine = {key: tensor_of(key).detach().cpu() for key, stage in sources.items() if stage == self.stage}
+        return {key: tensor for each in self.gather(mine) for key, tensor in each.items()}
 
 
 def _on_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
