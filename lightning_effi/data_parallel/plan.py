@@ -133,7 +133,7 @@ class ShardingPlan:
         if self.shared:
             lines.append("outside the blocks since it is shared: " + "; ".join(self.shared))
         if self.replicated:
-            lines.append("replicated (scalars): " + ", ".join(p.name for p in self.replicated))
+            lines.append("replicated (scalars, or empty): " + ", ".join(p.name for p in self.replicated))
         return "\n".join(lines)
 
 
@@ -151,7 +151,7 @@ def plan_sharding(
 ) -> ShardingPlan:
     """Group the parameters of ``module``: one group per block, the rest with the root.
 
-    Scalars are replicated, since FSDP2 cannot shard a 0-dim tensor.
+    Scalars and parameters without elements are replicated, since FSDP2 cannot shard them.
 
     Args:
         module: whole, or cut down to one stage of a pipeline.
@@ -161,7 +161,7 @@ def plan_sharding(
         blocks: names of the blocks, where they are known already.
     """
     infos = describe_parameters(module)
-    scalars = tuple(info for info in infos if not info.shape)
+    whole = tuple(info for info in infos if not _can_be_sharded(info))
     if not shards(layout, zero_stage, compute):
         return ShardingPlan(zero_stage, layout, (), tuple(infos), compute)
 
@@ -171,7 +171,7 @@ def plan_sharding(
         blocks = [block.name for block in find_blocks(module)]
     members: dict[str, list[ParameterInfo]] = {name: [] for name in [*blocks, ROOT]}
     for info in infos:
-        if info.shape:
+        if _can_be_sharded(info):
             members[_owner(info.name, members)].append(info)
     low = _low_precision_names(module, infos, compute, blocks)
     groups = tuple(
@@ -179,13 +179,17 @@ def plan_sharding(
         for name, found in members.items()
         if found
     )
-    return ShardingPlan(zero_stage, layout, groups, scalars, compute, shared)
+    return ShardingPlan(zero_stage, layout, groups, whole, compute, shared)
 
 
 def everywhere_low(module: nn.Module, compute: Compute) -> set[str]:
-    """Names of the parameters in low precision where that holds for all but the kept ones (and scalars)."""
+    """Names of the parameters in low precision where that holds for all but those kept or whole."""
     kept = _names_below(module, [name for name, _ in module.named_modules() if _matches(name, compute.keep_fp32)])
-    return {info.name for info in describe_parameters(module) if info.shape} - kept
+    return {info.name for info in describe_parameters(module) if _can_be_sharded(info)} - kept
+
+
+def _can_be_sharded(info: ParameterInfo) -> bool:
+    return bool(info.shape) and info.numel > 0
 
 
 def _owner(parameter: str, blocks: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from lightning_effi.data_parallel.group import LiveGroup
 
 
 class OrderedReduction:
-    """Reduces ``groups``, and the ``replicated`` parameters (scalars, which FSDP2 cannot shard), over the ranks.
+    """Reduces ``groups``, and the ``replicated`` parameters (scalars, empty ones), which FSDP2 cannot shard, over the ranks.
 
     Args:
         groups: in forward order; the first guess of the order in which backward finishes is its reverse.
@@ -111,11 +111,13 @@ class OrderedReduction:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         # A gradient that was averaged before and has grown since may be averaged as a whole: the mean is linear.
-        flat = torch.stack([p.grad.double() for p in trainable.values()])  # type: ignore[union-attr]
+        flat = torch.cat([p.grad.double().flatten() for p in trainable.values()])  # type: ignore[union-attr]
         dist.all_reduce(flat, group=self._process_group)
         flat /= dist.get_world_size(self._process_group)
-        for parameter, mean in zip(trainable.values(), flat, strict=True):
-            parameter.grad.copy_(mean)  # type: ignore[union-attr]
+        for parameter, mean in zip(
+            trainable.values(), flat.split([p.numel() for p in trainable.values()]), strict=True
+        ):
+            parameter.grad.copy_(mean.view_as(parameter))  # type: ignore[union-attr]
 
     def _adopt_order(self) -> None:
         """After the first backward, reduce in the order in which it finished on the first rank."""

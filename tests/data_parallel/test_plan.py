@@ -83,7 +83,7 @@ class WithScalarAndFrozen(nn.Module):
 
 def test_bytes_count_padding_scalars_and_what_is_frozen() -> None:
     plan = plan_sharding(WithScalarAndFrozen(), Layout(shard=2), 2, EXACT)
-    assert [info.name for info in plan.replicated] == ["scale"]
+    assert [info.name for info in plan.replicated] == ["scale", "empty"]
     # of 3 rows, a rank holds 2
     parameters = 8 * 8 * 4 // 2 + 2 * 4 * 4 + 4
     trainable = 2 * 4 * 4 + 4
