@@ -21,7 +21,7 @@ from lightning_effi.data_parallel.group import LiveGroup
 
 
 class OrderedReduction:
-    """Reduces ``groups``, and the ``replicated`` parameters (scalars, empty ones), which FSDP2 cannot shard, over the ranks.
+    """Reduces ``groups``, and the ``replicated`` parameters, which FSDP2 cannot shard, over the ranks.
 
     Args:
         groups: in forward order; the first guess of the order in which backward finishes is its reverse.
