@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -203,7 +203,8 @@ class EffiStrategy(MeshStrategy):
                 "strategy.plan is known once the module has been set up (from on_fit_start on, with tensor parallelism"
                 " and pipelines from the end of the first step on)"
             )
-        return plan
+        pieces = self._work.pieces
+        return plan if pieces is None else replace(plan, notes=(*plan.notes, *pieces.found))
 
     @property
     @override

@@ -8,7 +8,7 @@ the loss was built (:mod:`~lightning_effi.microbatches.evidence`), and such a ba
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_effi.microbatches.evidence import LossEvidence, Reduction
@@ -44,6 +44,23 @@ class RuleWatch:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, ...], list[set[str]]] = {}
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The operators whose divisors are watched."""
+        return self._kinds(lambda relations: bool(relations))
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """The operators whose divisors cannot be seen, or tell nothing."""
+        return self._kinds(lambda relations: not relations)
+
+    def _kinds(self, wanted: Callable[[set[str]], bool]) -> tuple[str, ...]:
+        kinds: dict[str, None] = {}
+        for signature, relations in self._known.items():
+            names = signature[len(signature) - len(relations) :]  # a signature ends in its reductions
+            kinds.update({_plain(name): None for name, own in zip(names, relations, strict=True) if wanted(own)})
+        return tuple(kinds)
 
     def accept(self, found: Sequence[LossEvidence | None]) -> None:
         """A comparison has just shown that the rule holds for losses built like these."""
@@ -106,12 +123,17 @@ def _reduction(evidence: LossEvidence | None, number: int) -> Reduction:
     return evidence.reductions[number]
 
 
+def _plain(kind: str) -> str:
+    """``NllLossBackward0`` as ``NllLoss``."""
+    return kind.rstrip("0123456789").removesuffix("Backward")
+
+
 def _equal(a: float, b: float, tolerance: float) -> bool:
     return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
 def _said(seen: Sequence[tuple[int, Reduction, float]]) -> str:
-    kind = seen[0][1].kind.rstrip("0123456789").removesuffix("Backward")
+    kind = _plain(seen[0][1].kind)
     divisors = ", ".join("?" if one.divisor is None else f"{one.divisor:g}" for _, one, _ in seen)
     weights = ", ".join(f"{weight:.4g}" for *_, weight in seen)
     return f"its {kind} is divided by {divisors} in micro-batches that are weighted by {weights}"

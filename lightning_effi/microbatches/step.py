@@ -116,6 +116,11 @@ class MicrobatchedStep:
         )
 
     @property
+    def found(self) -> tuple[str, ...]:
+        """What the batches so far have shown, as lines of the plan."""
+        return self._choice.found
+
+    @property
     def has_gradients(self) -> bool:
         """Whether gradients of the current batch wait for Lightning's ``backward``."""
         return self._shelf.is_filled

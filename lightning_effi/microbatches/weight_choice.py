@@ -88,6 +88,21 @@ class WeightChoice:
             )
         return weights
 
+    @property
+    def found(self) -> tuple[str, ...]:
+        """The rule and the evidence for it, as lines of the plan; none before the first batch."""
+        if self._fixed is not None:
+            return (f"micro-batches are weighted by '{self._config.weight}', as configured",)
+        if not self._announced:
+            return ()
+        lines = [
+            f"micro-batches are weighted by {self._announced}: {self._comparisons} comparisons with an uncut batch, and"
+            f" what the loss is divided by in each batch ({', '.join(self._watch.watched) or 'not seen'})"
+        ]
+        if self._watch.unseen:
+            lines.append(f"not watched, since it does not show what it divides by: {', '.join(self._watch.unseen)}")
+        return tuple(lines)
+
     def amounts(self, pieces: Sequence[Piece]) -> list[float]:
         """What each piece counts for in the mean over windows and ranks; known once :meth:`weights` was called."""
         assert self._rules is not None

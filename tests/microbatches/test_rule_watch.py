@@ -177,10 +177,27 @@ def test_all_ranks_refuse_what_one_of_them_sees() -> None:
         assert "is not made up of the losses of its micro-batches" in message
 
 
+def with_a_norm(module: Tokens, logits: Tensor, tokens: Tensor) -> Tensor:
+    return padding_ignored(module, logits, tokens) + 1e-3 * module.head.weight.norm()
+
+
 def infinite_where_padded(module: Tokens, logits: Tensor, tokens: Tensor) -> Tensor:
     """NaN in a second way of building the loss: that is for others to report."""
     loss = flat(logits, tokens)
     return loss * torch.tensor(float("nan")) + logits.mean() if bool((tokens < 2).any()) else loss
+
+
+def plan_of(loss: Loss) -> str:
+    module = train(loss, batches(0, 2), microbatches=2)
+    return str(module.trainer.strategy.plan)
+
+
+def test_the_plan_names_the_rule_and_its_evidence() -> None:
+    [plan] = run_distributed(plan_of, 1, padding_ignored)
+    assert "micro-batches are weighted by the entries of '' other than 1: " in plan  # the batch is that tensor
+    assert "comparisons with an uncut batch, and what the loss is divided by in each batch (NllLoss)" in plan
+    [plan] = run_distributed(plan_of, 1, with_a_norm)
+    assert "not watched, since it does not show what it divides by: LinalgVectorNorm" in plan
 
 
 def updates_of_infinite_losses() -> int:
