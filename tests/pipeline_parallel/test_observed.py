@@ -225,6 +225,23 @@ class Evaluates(GPT):
         self.log("tokens", tokens.float().mean())
 
 
+class CollectsByHooks(GPT):
+    """Each rank collects what its own blocks return."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        found: list[Tensor] = []
+        hooks = [block.register_forward_hook(lambda *given: found.append(given[2])) for block in self.blocks]
+        self(batch[:, :-1])
+        for hook in hooks:
+            hook.remove()
+        self.log("first", found[0].mean())
+
+
+def test_values_that_hooks_collect_are_refused_where_ranks_run_a_step_together() -> None:
+    with pytest.raises(WorkerError, match=r"look at different values \(test_observed\.py:\d+, in validation_step"):
+        run_distributed(evaluate, 2, CollectsByHooks, STAGES, 2)
+
+
 class Once(GPT):
     """Goes through the stages one after the other from its second batch on."""
 

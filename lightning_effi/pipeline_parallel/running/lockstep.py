@@ -8,6 +8,7 @@ every rank runs the code around the blocks, and holds what that works on.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_effi.comm.agreement import Agreement
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.modules.user_code import here
 from lightning_effi.pipeline_parallel.intercept import Interception
@@ -73,6 +75,7 @@ class Lockstep(TorchFunctionMode):
         self._group, self._control, self._device, self._randomness = group, control, device, randomness
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank(group)
+        self._agreement = Agreement(control)
         self._knowing: Origins[set[int]] = Origins()
         self._known = known
         self._calls = 0
@@ -132,6 +135,13 @@ class Lockstep(TorchFunctionMode):
                 knowing.update(range(len(self._ranks)))
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
+        looked_at = zlib.crc32(repr((source, tuple(tensor.shape), tensor.dtype)).encode())
+        if not self._agreement.any_and_same([], looked_at)[1]:
+            raise RuntimeError(
+                f"pipeline: ranks that run a step together look at different values{here()}. Hooks of a block run where"
+                " the block does, and what they collect (output_hidden_states of some models) is another list on each"
+                " rank. Let the module return it, or use pipeline_parallel_size=1"
+            )
         values = tensor.contiguous() if self._rank == source else torch.empty_like(tensor).contiguous()
         dist.broadcast(values, self._ranks[source], group=self._group)
         if self._rank != source:
