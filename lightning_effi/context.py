@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_effi.compat import torch as torch_compat
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,13 +22,31 @@ if TYPE_CHECKING:
 class Group:
     """The ranks along some axes of the mesh, which includes this one.
 
+    Process groups are held by name, so that ``destroy_process_group()`` after a run really ends them: one that is alive
+    keeps the key-value store of the ranks alive, in which the next ``init_process_group()`` would find old addresses.
+
     Attributes:
-        device: their process group for tensors on the device; ``None`` in a run without process groups.
-        control: the same ranks with a backend for tensors on the CPU, and for objects.
+        device_name: of the process group for tensors on the device; ``None`` in a run without process groups.
+        control_name: of the same ranks with a backend for tensors on the CPU, and for objects.
     """
 
-    device: Any = None
-    control: Any = None
+    device_name: str | None = None
+    control_name: str | None = None
+
+    @classmethod
+    def of(cls, device: Any, control: Any) -> Group:
+        """The ranks of two process groups."""
+        return cls(device.group_name, control.group_name)
+
+    @property
+    def device(self) -> Any:
+        """The process group for tensors on the device."""
+        return None if self.device_name is None else torch_compat.group_named(self.device_name)
+
+    @property
+    def control(self) -> Any:
+        """The process group for tensors on the CPU, and for objects."""
+        return None if self.control_name is None else torch_compat.group_named(self.control_name)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +25,7 @@ from lightning_effi.config import EffiConfig
 from lightning_effi.context import Group, Groups, RunContext
 from lightning_effi.layout import AXES, Layout
 from lightning_effi.loop.hooks import UserHooks
+from lightning_effi.modules.undo import Undo
 from lightning_effi.sharded_tensors.wholes import whole
 
 if TYPE_CHECKING:
@@ -32,6 +36,23 @@ if TYPE_CHECKING:
     from lightning_effi.precision import EffiPrecision
 
 T = TypeVar("T")
+
+# Meshes with their groups, by default process group: runs of one layout in one process share them.
+_made: weakref.WeakKeyDictionary[Any, dict[Any, tuple[DeviceMesh, Groups]]] = weakref.WeakKeyDictionary()
+
+_processes: set[int] = set()  # that have had process groups: this one, and one that it was forked from
+
+
+def _end_alone() -> None:
+    """End the groups of a run in one process: a later one may want several, and fork them from here."""
+    dist.destroy_process_group()
+    _collect_here()
+
+
+def _collect_here() -> None:
+    """Let destroyed groups go. Not in a process that inherited them: their threads are not there to be joined."""
+    if os.getpid() in _processes:
+        gc.collect()
 
 
 class MeshStrategy(ParallelStrategy, ABC):
@@ -44,6 +65,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         self.num_nodes = 1
         self._layout: Layout | None = None
         self._device_mesh: DeviceMesh | None = None
+        self.undo = Undo()  # of what a run changes around it
         self.board: Board | None = None  # notes of the ranks of this run
         self._groups = Groups()
         self._context: RunContext | None = None
@@ -188,6 +210,7 @@ class MeshStrategy(ParallelStrategy, ABC):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        torch_compat.start_autograd()
         if self.is_distributed or not lightning_compat.is_seeded():
             # otherwise the loader goes on from where the module's initialisation left, as in a single process
             lightning_compat.reset_seed()
@@ -208,6 +231,11 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     def _start_process_groups(self) -> None:
         assert self.cluster_environment is not None
+        if not dist.is_initialized():
+            _collect_here()  # what an earlier run left in cycles may hold destroyed groups, and their store
+            if not self.has_several_processes:
+                self.undo.push(_end_alone)
+        _processes.add(os.getpid())
         lightning_compat.init_process_group(
             self.cluster_environment,
             self.config.process_group_backend or lightning_compat.default_backend(self.root_device),
@@ -215,15 +243,13 @@ class MeshStrategy(ParallelStrategy, ABC):
             device_id=None if self.root_device.type == "cpu" else self.root_device,
         )
         self.board = Board.of_next_run() if self.has_several_processes else None
-        if self._device_mesh is None:
-            mesh = self._device_mesh = self.layout.device_mesh(self.root_device.type)
-            data_parallel = torch_compat.flatten_mesh(mesh["replicate", "shard"], "data_parallel").get_group()
-            self._groups = Groups(
-                data=self._with_control(data_parallel, ("replicate", "shard")),
-                tensor=self._with_control(mesh["tp"].get_group(), ("tp",)),
-                pipeline=self._with_control(mesh["pp"].get_group(), ("pp",)),
-                run=self._with_control(dist.group.WORLD, AXES),
-            )
+        made = _made.setdefault(dist.group.WORLD, {})
+        key = (self.layout, self.root_device.type, self.config.timeout)
+        if key not in made:
+            made[key] = self._make_groups()
+        self._device_mesh, self._groups = made[key]
+        torch_compat.hold_groups(self._device_mesh, True)
+        self.undo.push(self._let_groups_go)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         self._tell_ranks_apart(self.lightning_module)
@@ -239,10 +265,29 @@ class MeshStrategy(ParallelStrategy, ABC):
         """At the end of a run, whatever became of it: hooks are the user's own again."""
         self._user_hooks.remove()
 
+    def _make_groups(self) -> tuple[DeviceMesh, Groups]:
+        mesh = self.layout.device_mesh(self.root_device.type)
+        data_parallel = torch_compat.flatten_mesh(mesh["replicate", "shard"], "data_parallel").get_group()
+        groups = Groups(
+            data=self._with_control(data_parallel, ("replicate", "shard")),
+            tensor=self._with_control(mesh["tp"].get_group(), ("tp",)),
+            pipeline=self._with_control(mesh["pp"].get_group(), ("pp",)),
+            run=self._with_control(dist.group.WORLD, AXES),
+        )
+        return mesh, groups
+
+    def _let_groups_go(self) -> None:
+        """The run is over: whoever destroys the process groups now ends them."""
+        self.board = None
+        assert self._device_mesh is not None
+        torch_compat.hold_groups(self._device_mesh, False)
+        if self.layout.tensor * self.layout.pipeline > 1:
+            _collect_here()  # layers and stages refer to each other in cycles, and to groups
+
     def _with_control(self, group: Any, axes: tuple[str, ...]) -> Group:
         """The ranks along ``axes`` again, with a backend for CPU tensors; every rank must make every group."""
         if self.root_device.type == "cpu":
-            return Group(group, group)
+            return Group.of(group, group)
         layout, mine = self.layout, None
         by_place: dict[Any, list[int]] = {}
         for rank in range(layout.world_size):
@@ -250,7 +295,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         for ranks in by_place.values():
             control = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
             mine = control if self.global_rank in ranks else mine
-        return Group(group, mine)
+        return Group.of(group, mine)
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when the Trainer is constructed, and again in each process."""

@@ -50,7 +50,6 @@ from lightning_effi.loop.signals import DeferredSignals
 from lightning_effi.loop.skipped import SkippedSteps
 from lightning_effi.mesh import MeshStrategy
 from lightning_effi.modules.deferred import parameters_on_meta
-from lightning_effi.modules.undo import Undo
 from lightning_effi.plan import Plan
 from lightning_effi.precision import EffiPrecision
 from lightning_effi.sharded_tensors.installation import install
@@ -169,14 +168,13 @@ class EffiStrategy(MeshStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.undo = Undo()  # of what a run changes around it
         self._window = AccumulationWindow(exact=exact_accumulation)
         self._work = ModuleAtWork(self._window, self.undo)
         self._checkpoint = RunCheckpoint(self.config.checkpoints, self.broadcast, self.barrier)
         self._signals = DeferredSignals()
         self._skipped = SkippedSteps()
         self._reading = ReadableShards(self._shard_of, self._backward_by_hand)
-        self._still_together = False  # after an error
+        self._all_ranks_here = True  # or after an error: whether all have met it
 
     @override
     def __repr__(self) -> str:
@@ -266,6 +264,7 @@ class EffiStrategy(MeshStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
+        self._all_ranks_here = True
         self.accelerator.setup(trainer)
         self._checkpoint.refuse_remote(trainer)
         self.precision.use_device(self.root_device, self.context.groups.run.device)
@@ -488,8 +487,8 @@ class EffiStrategy(MeshStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._work.explain(exception)
-        self._still_together = failed_together(self.board)
-        if not self._still_together and not isinstance(exception, KeyboardInterrupt):
+        self._all_ranks_here = failed_together(self.board)
+        if not self._all_ranks_here and not isinstance(exception, KeyboardInterrupt):
             end_other_processes(self.launcher)
 
     @override
@@ -499,7 +498,7 @@ class EffiStrategy(MeshStrategy):
         After an error that other ranks have not met, only what is this rank's own is taken back.
         """
         try:
-            module = self._work.end(all_ranks=not self.is_interrupted or self._still_together)
+            module = self._work.end(all_ranks=self._all_ranks_here)
             if module is not None and self.layer_sync is not None:
                 self.layer_sync.revert(module)
         finally:

@@ -37,7 +37,7 @@ from lightning_effi.compat import fsdp as fsdp_compat
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.sharded_tensors.stale_parameters import EarlierParameter
-from tests.harness import WorkerEnvironment, make_trainer, run_distributed
+from tests.harness import WorkerEnvironment, make_trainer, run_distributed, run_isolated
 
 # rooms that test what they rely on themselves
 ELSEWHERE = ("pipeline_parallel/test_compat.py", "tensor_parallel/test_private_names.py")
@@ -862,3 +862,37 @@ def test_recomputation_in_backward_is_seen_by_modes() -> None:
         torch_compat.backward_in_modes(loss)
     assert seen.count("sin") == 2
     assert torch.equal(x.grad, x.detach().cos())
+
+
+def groups_of_meshes() -> tuple[int, int, bool, bool]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    torch_compat.hold_groups(mesh, False)
+    released = len(mesh._pg_registry)
+    group = mesh.get_group()
+    torch_compat.hold_groups(mesh, True)
+    same = torch_compat.group_named(group.group_name) is group
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError):
+        torch_compat.group_named(group.group_name)
+    return released, len(mesh._pg_registry), same, dist.is_initialized()
+
+
+@relies_on("torch.hold_groups", "DeviceMesh._pg_registry")
+@relies_on("torch.group_named", "torch.distributed.distributed_c10d._resolve_process_group")
+def test_meshes_hold_groups_or_only_their_names() -> None:
+    assert run_distributed(groups_of_meshes, 2) == [(0, 1, True, False)] * 2
+
+
+def threads_of_autograd() -> int:
+    torch_compat.start_autograd()
+    with torch_compat.fake_tensor_mode():
+        torch.ones(2) + 1
+    torch.ones(2, requires_grad=True).sum().backward()
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("autograd" in name for name in names)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads where the system lists them")
+@relies_on("torch.start_autograd", "threads of autograd being made once, in the first backward")
+def test_fake_tensors_start_no_threads_of_autograd() -> None:
+    assert run_isolated(threads_of_autograd) == 0

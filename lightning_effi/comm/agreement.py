@@ -11,12 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_effi.compat import torch as torch_compat
+
 
 class Agreement:
     """Collective yes/no questions among the ranks of ``group`` (a group whose backend serves CPU tensors)."""
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self._name = group.group_name  # a process group that is held by somebody cannot be destroyed
+
+    @property
+    def _group(self) -> Any:
+        return torch_compat.group_named(self._name)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """Element-wise "or" over the ranks; every rank passes the same number of flags."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +37,7 @@ class Board:
         self._store = torch_compat.default_store(f"lightning_effi/{name}", _PATIENCE)
         self._rank = rank
         self.size = size
+        self._is_gone = False  # the rank that holds the store, and with it all notes
 
     @classmethod
     def of_next_run(cls) -> Board:
@@ -45,26 +48,33 @@ class Board:
 
     def write(self, topic: str, note: Any) -> bool:
         """Leave this rank's note, which JSON can hold, in place of an earlier one; ``False`` if nobody can read it."""
-        try:
-            self._store.set(f"{topic}/{self._rank}", json.dumps(note))
-        except RuntimeError:  # the rank that holds the store is gone
-            return False
-        return True
+        self._access(lambda: self._store.set(f"{topic}/{self._rank}", json.dumps(note)))
+        return not self._is_gone
 
     def read(self, topic: str) -> dict[int, Any]:
         """The notes that are there, by rank."""
-        notes = {}
-        try:
-            for rank in range(self.size):
-                if self._store.check([key := f"{topic}/{rank}"]):
-                    notes[rank] = json.loads(self._store.get(key))
-        except RuntimeError:  # the rank that holds the store is gone
-            return {}
-        return notes
+        notes: dict[int, Any] = {}
+        for rank in range(self.size):
+            note = self._access(partial(self._note, f"{topic}/{rank}"))
+            if note is not None:
+                notes[rank] = json.loads(note)
+        return {} if self._is_gone else notes
 
     def wait(self, topic: str, seconds: float) -> dict[int, Any]:
         """The notes of all ranks, or of those that have left one when the time is over."""
         deadline = time.monotonic() + seconds
-        while len(notes := self.read(topic)) < self.size and time.monotonic() < deadline:
+        while len(notes := self.read(topic)) < self.size and time.monotonic() < deadline and not self._is_gone:
             time.sleep(_INTERVAL)
         return notes
+
+    def _note(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def _access(self, call: Callable[[], Any]) -> Any:
+        if self._is_gone:
+            return None
+        try:
+            return call()
+        except RuntimeError:  # of all kinds, by store
+            self._is_gone = True
+            return None

@@ -277,6 +277,7 @@ def undo(root: nn.Module, full: dict[int, Tensor]) -> None:
             for handle in _hook_handles(module):
                 handle.remove()
             for group in module._get_fsdp_state()._fsdp_param_groups:
+                _let_groups_go(group)
                 for param in group.fsdp_params:
                     sharded = param.sharded_param
                     param._setattr_on_modules(nn.Parameter(full[id(sharded)], sharded.requires_grad))
@@ -284,3 +285,10 @@ def undo(root: nn.Module, full: dict[int, Tensor]) -> None:
             del _module_state_mapping[module]
         for name in attribute_names():
             module.__dict__.pop(name, None)
+
+
+def _let_groups_go(group: Any) -> None:
+    """FSDP2's objects hold each other in cycles for a while; process groups that they hold cannot be destroyed."""
+    for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
+        for name in ("shard_process_group", "replicate_process_group"):
+            vars(info).pop(name, None)

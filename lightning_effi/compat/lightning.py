@@ -26,7 +26,13 @@ def init_process_group(environment: ClusterEnvironment, backend: str, timeout: t
     """Lightning's way to start the default group; returns at once where one exists."""
     from lightning.fabric.utilities.distributed import _init_dist_connection
 
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+    if environment.world_size() > 1 or torch.distributed.is_initialized():
+        _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+    else:  # without an address, which later processes would inherit
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(
+            backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id
+        )
 
 
 def default_backend(device: torch.device) -> str:

@@ -19,6 +19,32 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def start_autograd() -> None:
+    """Let autograd start its threads for the devices that there are, before anything looks like a further one.
+
+    It does so once, in the first backward. FakeTensorMode, which DTensor's operators use inside, registers a device of
+    8 units in torch 2.14; with threads for them, a process cannot fork ranks or data loaders that run a backward.
+    """
+    torch.ones((), requires_grad=True).backward()
+
+
+def group_named(name: str) -> Any:
+    """The process group with that ``group_name``, as long as it has not been destroyed (``_resolve_process_group``)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def hold_groups(mesh: DeviceMesh, hold: bool) -> None:
+    """Let a mesh hold its process groups, or only their names (``DeviceMesh._pg_registry``).
+
+    It looks groups up by name; those that it holds as well are for ``torch.compile``, which traces through meshes.
+    """
+    mesh._pg_registry.clear()
+    if hold:
+        mesh._pg_registry.update({name: group_named(name) for name in mesh._dim_group_names})
+
+
 def default_store(prefix: str, timeout: float) -> Any:
     """A connection of its own to the key-value store behind the default process group (``_get_default_store``)."""
     import torch.distributed as dist

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_effi.comm.broadcast import broadcast_states
+from lightning_effi.compat import torch as torch_compat
 
 
 class BufferSync:
@@ -19,7 +20,7 @@ class BufferSync:
 
     def __init__(self, module: nn.Module, group: Any) -> None:
         self._module = module
-        self._group = group
+        self._group_name = group.group_name
         # BatchNorm's kernel writes its running statistics without touching their version counters
         self._silent = {
             f"{name}.{key}" if name else key
@@ -40,7 +41,7 @@ class BufferSync:
         buffers = list(self._buffers().values())
         chosen = buffers if which is None else [b for b, wanted in zip(buffers, which, strict=True) if wanted]
         if chosen:
-            broadcast_states(chosen, self._group)
+            broadcast_states(chosen, torch_compat.group_named(self._group_name))
         self._seen = self._stamps()
 
     def _buffers(self) -> dict[str, Tensor]:

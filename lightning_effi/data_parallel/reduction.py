@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.compat import torch as torch_compat
 from lightning_effi.data_parallel.buffers import BufferSync
 from lightning_effi.data_parallel.group import LiveGroup
 
@@ -41,7 +42,7 @@ class OrderedReduction:
     ) -> None:
         self._order = list(reversed(groups))
         self._replicated = replicated
-        self._process_group = group
+        self._group_name = group.group_name
         self._agreement = agreement
         self._buffers = buffers
         self._ready: set[LiveGroup] = set()
@@ -112,8 +113,9 @@ class OrderedReduction:
                 parameter.grad = torch.zeros_like(parameter)
         # A gradient that was averaged before and has grown since may be averaged as a whole: the mean is linear.
         flat = torch.cat([p.grad.double().flatten() for p in trainable.values()])  # type: ignore[union-attr]
-        dist.all_reduce(flat, group=self._process_group)
-        flat /= dist.get_world_size(self._process_group)
+        process_group = torch_compat.group_named(self._group_name)
+        dist.all_reduce(flat, group=process_group)
+        flat /= dist.get_world_size(process_group)
         for parameter, mean in zip(
             trainable.values(), flat.split([p.numel() for p in trainable.values()]), strict=True
         ):

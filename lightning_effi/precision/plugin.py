@@ -185,6 +185,8 @@ class EffiPrecision(Precision):
     def leave_run(self) -> None:
         """The run of :meth:`use_device` is over."""
         self._is_in_run = False
+        if self._steps is not None:
+            self._steps.group = None
 
     def _refuse_other_strategies(self) -> None:
         if self.master_weights and not self._is_in_run:
