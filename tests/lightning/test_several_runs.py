@@ -37,17 +37,17 @@ class Blocks(BoringModel):
         return self.head(self.layer(x))
 
 
-def fit(devices: int, strategy: Any, **flags: Any) -> int:
+def fit(devices: int, strategy: Any, **flags: Any) -> bool:
     made = EffiStrategy(**strategy) if isinstance(strategy, dict) else strategy
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
         accelerator="cpu", devices=devices, strategy=made, max_steps=1, enable_model_summary=False, **quiet, **flags
     )
     trainer.fit(Blocks(), DataLoader(torch.randn(8, 32), batch_size=4))
-    return trainer.global_step
+    return trainer.state.finished
 
 
-def destroy_between_runs() -> list[int]:
+def destroy_between_runs() -> list[bool]:
     rank = dist.get_rank()
     if rank == 0:
         with socket.socket() as free:
@@ -57,18 +57,18 @@ def destroy_between_runs() -> list[int]:
     dist.destroy_process_group()
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": Path("port").read_text(), "LOCAL_RANK": str(rank)}
     os.environ.update(address | {"WORLD_SIZE": "2", "NODE_RANK": "0"})  # as Lightning starts its processes
-    steps = []
+    finished = []
     for strategy in STRATEGIES:
-        steps.append(fit(2, strategy, plugins=[LightningEnvironment()]))
+        finished.append(fit(2, strategy, plugins=[LightningEnvironment()]))
         dist.destroy_process_group()
-    return steps
+    return finished
 
 
 def test_process_groups_may_be_destroyed_between_runs() -> None:
-    assert run_distributed(destroy_between_runs, 2) == [[1] * len(STRATEGIES)] * 2
+    assert run_distributed(destroy_between_runs, 2) == [[True] * len(STRATEGIES)] * 2
 
 
-def one_process_then_two() -> tuple[int, bool, list[str], int]:
+def one_process_then_two() -> tuple[bool, bool, list[str], bool]:
     before = dict(os.environ)
     first = fit(1, {}, plugins=[EffiPrecision("bf16-true", master_weights=True)])
     changed = [key for key in os.environ if before.get(key) != os.environ[key]]
@@ -77,4 +77,4 @@ def one_process_then_two() -> tuple[int, bool, list[str], int]:
 
 
 def test_one_process_with_master_weights_leaves_no_process_group_to_those_forked_from_it() -> None:
-    assert run_isolated(one_process_then_two) == (1, False, [], 1)
+    assert run_isolated(one_process_then_two) == (True, False, [], True)
