@@ -255,8 +255,9 @@ class MeshStrategy(ParallelStrategy, ABC):
         self._tell_ranks_apart(self.lightning_module)
 
     def _tell_ranks_apart(self, module: pl.LightningModule) -> None:
-        process = Ranks(self.layout.world_size, dist.get_rank(), self._groups.run.device)
-        data = Ranks(self.data_parallel_size, self.layout.data_parallel_rank(process.rank), self._groups.data.device)
+        process = Ranks(self.layout.world_size, dist.get_rank(), self._groups.run.device.group_name)
+        group = self._groups.data.device.group_name
+        data = Ranks(self.data_parallel_size, self.layout.data_parallel_rank(process.rank), group)
         self.words.start(process, data)
         trainer: Any = module.trainer
         self._user_hooks.install(module, trainer.datamodule, trainer.callbacks)

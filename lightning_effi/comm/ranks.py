@@ -29,7 +29,12 @@ class Ranks:
 
     size: int
     rank: int
-    group: Any
+    group_name: str
+
+    @property
+    def group(self) -> Any:
+        """Held by name, like all groups that outlast a run."""
+        return torch_compat.group_named(self.group_name)
 
 
 class _Meaning(NamedTuple):

@@ -24,7 +24,6 @@ STRATEGIES: list[Any] = [
     "ddp",
     {"zero_stage": 2},
     {"tensor_parallel_size": 2},
-    {"pipeline_parallel_size": 2, "microbatches": 2},
 ]
 
 
