@@ -84,6 +84,44 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+class Counts(TorchFunctionMode):
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@relies_on("torch.function_mode_left", "overrides._get_current_function_mode, overrides._pop_mode_temporarily")
+def test_the_innermost_function_mode_is_left_for_a_while() -> None:
+    outer, inner = Counts(), Counts()
+    with outer, inner:
+        with torch_compat.function_mode_left(inner):
+            torch.ones(2).add(1)
+        left = inner.calls, outer.calls
+        with torch_compat.function_mode_left(outer):  # not the innermost: sees all the same
+            torch.ones(2).add(1)
+    assert left[0] == 0
+    assert left[1] > 0
+    assert inner.calls > 0
+    assert outer.calls > left[1]
+
+
+@relies_on("torch.autocast_dtype", "is_autocast_enabled of one device")
+def test_autocast_tells_its_dtype() -> None:
+    assert torch_compat.autocast_dtype() is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch_compat.autocast_dtype() is torch.bfloat16
+    assert torch_compat.autocast_dtype() is None
+
+
+@relies_on("lightning.belonging", "the two names of the Trainer's package")
+def test_parts_say_to_which_trainer_they_belong() -> None:
+    shown = lightning_compat.belonging("EffiStrategy")
+    assert shown.startswith("<EffiStrategy of lightning_effi, for lightning.pytorch.Trainer; ")
+    assert shown.endswith("lightning_effi.pytorch_lightning has it for pytorch_lightning.Trainer>")
+
+
 @relies_on("torch.output_size", "Node._input_metadata")
 def test_nodes_know_the_size_of_what_they_gave() -> None:
     parts = torch.randn(2, 6, requires_grad=True).exp().split(4, dim=1)
