@@ -246,18 +246,19 @@ def test_layers_that_only_the_models_own_plan_splits_are_probed_and_split() -> N
 
 
 def train_above_the_limit(verify: Any) -> bool:
+    """Whether loss and gradients of the whole module were compared."""
     diagnose_run.LARGEST = 1000
     trainer = make_trainer({**TP2, "verify": verify}, 2, max_steps=1)
-    module, kept = gpt("sgd"), []
-    before = diagnose_run.RunProbe.before_first_step
+    judged: list[Any] = []
+    judge = diagnose_run.judge
 
-    def note(self: Any, *args: Any) -> None:
-        kept.append(self._plain is not None)
-        before(self, *args)
+    def note(comparison: Any, *args: Any) -> None:
+        judged.append(comparison)
+        judge(comparison, *args)
 
-    diagnose_run.RunProbe.before_first_step = note
-    trainer.fit(module, loader())
-    return kept[0]
+    diagnose_run.judge = note
+    trainer.fit(gpt("sgd"), loader())
+    return bool(judged)
 
 
 @pytest.mark.parametrize(("verify", "compared"), [("auto", False), (True, True)])
