@@ -74,8 +74,9 @@ class ShardingPlan:
     def bytes_per_rank(self, moments: int | None) -> dict[str, int]:
         """Bytes that one rank holds at the end of a window's last backward but one, or of its only one.
 
-        In stage 1 the gradients of a window add up in full size before they are sharded, and on a pipeline's stage,
-        which also gathers its parameters once for all micro-batches, those of a step.
+        In stage 1 the gradients of a window add up in full size before they are sharded, in the dtype in which they are
+        reduced, and on a pipeline's stage, which also gathers its parameters once for all micro-batches, those of a
+        step.
 
         Args:
             moments: tensors of the parameter's shape that the optimizer keeps (Adam 2, plain SGD 0); ``None`` where
@@ -102,7 +103,7 @@ class ShardingPlan:
     @property
     def _full_gradients(self) -> int:
         return sum(
-            p.numel // p.parts * self.compute_dtype(group, p).itemsize
+            p.numel // p.parts * (self.compute.reduce_dtype or self.compute_dtype(group, p)).itemsize
             for group in self.groups
             for p in group.parameters
             if p.trainable

@@ -118,7 +118,7 @@ class EffiPrecision(Precision):
     def __getstate__(self) -> dict[str, Any]:
         """Of the settings and the loss scale; what belongs to a run (its ranks, its optimizers) stays in it."""
         steps = None if self.scaler is None else ScaledSteps(self.scaler, self._device, None)
-        return {**self.__dict__, "_steps": steps, "_local_steps": {}, "stages": None}
+        return {**self.__dict__, "_steps": steps, "_around_steps": {}, "stages": None}
 
     @classmethod
     def from_stock(cls, plugin: Precision) -> EffiPrecision:

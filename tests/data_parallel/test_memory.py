@@ -111,7 +111,8 @@ def count_bytes(module: type[GPT], zero_stage: int, world_size: int) -> CountsBy
 
 @pytest.mark.parametrize(
     ("zero_stage", "world_size", "per_parameter"),
-    [(1, 2, 10), (2, 2, 10), (3, 2, 8), (1, 4, 7), (2, 4, 6), (3, 4, 4)],
+    # in stage 1 the gradients of a window add up in fp32 before they are sharded: 2 bytes more than in bf16
+    [(1, 2, 12), (2, 2, 10), (3, 2, 8), (1, 4, 9), (2, 4, 6), (3, 4, 4)],
     ids=lambda value: str(value),
 )
 def test_bytes_per_parameter_with_master_weights_and_adam(zero_stage: int, world_size: int, per_parameter: int) -> None:
@@ -136,10 +137,10 @@ def test_frozen_parameters_cost_neither_gradients_nor_optimizer_states(zero_stag
     assert trainable < 0.011 * sum(parameter.numel() for parameter in module.parameters())
     for counter in run_distributed(count_bytes, 2, LoRA, zero_stage, 2):
         inside, between = counter.counts["inside window"], counter.counts["between steps"]
-        full_in_bf16, shard_in_fp32 = 2 * trainable, 4 * trainable // 2
-        assert inside["gradients"] == (full_in_bf16 if zero_stage == 1 else shard_in_fp32)
-        assert between["gradients"] == shard_in_fp32
-        assert between["optimizer states"] == 2 * shard_in_fp32
+        full, shard = 4 * trainable, 4 * trainable // 2  # both in fp32
+        assert inside["gradients"] == (full if zero_stage == 1 else shard)
+        assert between["gradients"] == shard
+        assert between["optimizer states"] == 2 * shard
         assert counter.planned["gradients"] == inside["gradients"]
         assert counter.planned["optimizer states"] == between["optimizer states"]
 

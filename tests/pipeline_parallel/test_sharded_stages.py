@@ -32,7 +32,8 @@ class HeldBytes(pl.Callback):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         states = [v for entries in optimizer.state.values() for v in entries.values() if getattr(v, "ndim", 0)]
         self.observation = {
-            "parameters": _bytes(module.parameters()),
+            # by name those of the stage; ``parameters()`` lists stand-ins of other stages' as well
+            "parameters": _bytes(p for _, p in module.named_parameters()),
             "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
             "optimizer states": _bytes(states),
             "planned": trainer.strategy.plan.bytes_per_rank,

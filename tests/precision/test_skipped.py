@@ -119,7 +119,7 @@ class Infinite(Overflowing):
     @override
     def on_after_backward(self) -> None:
         weight = self.blocks[1].mlp[2].weight
-        if weight is not None and self.global_rank == self.trainer.world_size - 1:
+        if weight is not None and self.global_rank == self.trainer.strategy.layout.world_size - 1:
             local = getattr(weight.grad, "_local_tensor", weight.grad)
             local.view(-1)[0] = float("inf")
 

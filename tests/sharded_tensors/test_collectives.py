@@ -43,7 +43,7 @@ class Synchronises(Untied):
         dist.all_reduce(norm.grad, op=dist.ReduceOp.MAX)
         dist.all_reduce(head.grad[3])
         head.grad[3] /= size
-        dist.broadcast(norm.grad, src=1)
+        dist.broadcast(norm.grad, src=size - 1)
 
     @torch.no_grad()
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:

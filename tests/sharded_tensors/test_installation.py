@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_effi.sharded_tensors.installation import install
@@ -20,9 +20,8 @@ from tests.models.gpt import batches
 from tests.sharded_tensors.test_user_code_on_shards import Untied
 
 
-def program_of_somebody_else() -> dict[str, Any]:
+def program_of_somebody_else(mesh: DeviceMesh) -> dict[str, Any]:
     """What DTensors of a mesh of its own do; without the package each entry is what torch makes of it."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     tensor: Any = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
     replica: Any = distribute_tensor(torch.ones(2), mesh, [Replicate()])
     observed: dict[str, Any] = {"norm": str(tensor.norm().placements), "read": tensor.sum().item()}
@@ -32,7 +31,7 @@ def program_of_somebody_else() -> dict[str, Any]:
         "in place": lambda: replica.add_(tensor.sum(0)),
         "format": lambda: f"{tensor.sum():.1f}",
         "tolist": lambda: tensor.tolist(),
-        "collective": lambda: dist.all_reduce(tensor),
+        "collective": lambda: dist.all_reduce(tensor, group=mesh.get_group()),
         "data": lambda: setattr(tensor, "data", tensor * 2),
         "draw": lambda: torch.equal(torch.rand_like(tensor).to_local(), torch.rand_like(tensor).to_local()),
     }.items():
@@ -56,12 +55,12 @@ def hooks_of_the_process() -> dict[str, Any]:
 class ShareTheProcess(Untied):
     """Runs somebody else's program in a hook, and fails where it is told to."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh, fails: bool = False) -> None:
         super().__init__()
-        self.fails, self.seen = fails, {}
+        self.others, self.fails, self.seen = mesh, fails, {}
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.seen = program_of_somebody_else()
+        self.seen = program_of_somebody_else(self.others)
         gradient: Any = self.head.weight.grad
         self.log("norm", gradient.norm())
         assert f"{gradient.norm():.3f}" == f"{gradient.norm().item():.3f}"
@@ -70,17 +69,18 @@ class ShareTheProcess(Untied):
 
 
 def before_during_after(layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    observed = [program_of_somebody_else(), hooks_of_the_process()]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    observed = [program_of_somebody_else(mesh), hooks_of_the_process()]
     for layout in layouts:
         for fails in (False, True):
-            run = Fit(partial(ShareTheProcess, fails), partial(batches, 1), layout)
+            run = Fit(partial(ShareTheProcess, mesh, fails), partial(batches, 1), layout)
             trainer, module, train, _, _ = make_fit(run)
             try:
                 trainer.fit(module, train)
             except ArithmeticError:
                 assert fails
             assert fails or type(trainer.callback_metrics["norm"]) is Tensor
-            observed += [module.seen, program_of_somebody_else(), hooks_of_the_process()]
+            observed += [module.seen, program_of_somebody_else(mesh), hooks_of_the_process()]
     return observed
 
 
