@@ -22,8 +22,9 @@ from tests.sharded_tensors.test_user_code_on_shards import Untied
 
 def program_of_somebody_else(mesh: DeviceMesh) -> dict[str, Any]:
     """What DTensors of a mesh of its own do; without the package each entry is what torch makes of it."""
-    tensor: Any = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
-    replica: Any = distribute_tensor(torch.ones(2), mesh, [Replicate()])
+    rows = torch.arange(8.0).reshape(4, 2).chunk(2)[mesh.get_local_rank()]
+    tensor: Any = DTensor.from_local(rows.clone(), mesh, [Shard(0)])
+    replica: Any = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
     observed: dict[str, Any] = {"norm": str(tensor.norm().placements), "read": tensor.sum().item()}
     for name, use in {
         "write into a row": lambda: tensor[0].fill_(7.0),
