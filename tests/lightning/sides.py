@@ -26,13 +26,14 @@ _references: dict[tuple[str, str], dict[str, Any]] = {}
 
 
 def assert_same_as_single_process(
-    scenario: Scenario, zero_stage: int, *args: Any, **settings: Any
+    scenario: Scenario, zero_stage: int, *args: Any, limit: float = 60.0, **settings: Any
 ) -> list[dict[str, Any]]:
     """Run ``scenario(strategy, *args)`` under EffiStrategy on two ranks and under the stock Trainer in one process.
 
     ``scenario`` returns what it observed, by name: numbers and tensors must agree to rounding, all else exactly.
 
     Args:
+        limit: seconds that either side may take.
         settings: further arguments of the strategy.
 
     Returns:
@@ -40,8 +41,8 @@ def assert_same_as_single_process(
     """
     key = f"{scenario.__module__}.{scenario.__qualname__}", repr(args)
     if key not in _references:
-        _references[key] = run_isolated(scenario, None, *args)
-    observed = run_distributed(scenario, 2, {"zero_stage": zero_stage, **settings}, *args)
+        _references[key] = run_isolated(scenario, None, *args, timeout=limit)
+    observed = run_distributed(scenario, 2, {"zero_stage": zero_stage, **settings}, *args, timeout=limit)
     assert _references[key], "the scenario observes nothing"
     for rank, ours in enumerate(observed):
         assert_same(_references[key], ours, f"rank {rank}")
