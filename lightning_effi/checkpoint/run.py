@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_effi.checkpoint import entries, full, sharded, stages
 from lightning_effi.checkpoint.stored import read_model, read_optimizers
@@ -25,6 +26,7 @@ from lightning_effi.checkpoint.whole_modules import WholeModules
 from lightning_effi.comm.agreement import Agreement
 from lightning_effi.comm.gather import gather_full
 from lightning_effi.compat import lightning as lightning_compat
+from lightning_effi.sharded_tensors.wholes import is_sharded_tensor
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -124,6 +126,7 @@ class RunCheckpoint:
             entries.complete(checkpoint, held.stages)
         checkpoint, local = self._with_whole_modules(held, checkpoint), local_path(filepath)
         if not self._is_sharded:
+            checkpoint = _with_whole_tensors(held, checkpoint)
             if held.is_first_rank:
                 with nullcontext() if local is None else sharded.moved_aside(local):
                     io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -212,6 +215,23 @@ class RunCheckpoint:
         return [
             stages.optimizer_of_this_stage(state, each, held.stages) for state, each in zip(states, names, strict=True)
         ]
+
+
+def _with_whole_tensors(held: Held, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Without shards, of which hooks may have put some there: ModelPruning exchanges the module's state for its own.
+
+    Raises:
+        RuntimeError: where not all ranks have put them there.
+    """
+    count = sum(is_sharded_tensor(leaf) for leaf in tree_leaves(checkpoint))
+    counts = [count] if held.control_group is None else Agreement(held.control_group).gather(count)
+    if len(set(counts)) > 1:
+        raise RuntimeError(
+            f"on_save_checkpoint has put {max(counts)} sharded tensors into the checkpoint on rank"
+            f" {counts.index(max(counts))} and {min(counts)} on rank {counts.index(min(counts))}; they can only be"
+            " gathered together. Put them there on all ranks, or gather them there (tensor.full_tensor())"
+        )
+    return gather_full(checkpoint, keep=held.is_first_rank) if count else checkpoint
 
 
 def _meet(held: Held) -> None:

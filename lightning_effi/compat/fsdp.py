@@ -158,10 +158,23 @@ def relink(param: Any) -> None:
             rebind_local(unsharded, view)
 
 
-def is_in_place(param: Any) -> bool:
-    """Whether the module still has the sharded parameter where FSDP2 put it."""
+def is_in_place(param: Any, shown: nn.Parameter | None) -> bool:
+    """Whether the module has ``shown``, which is the sharded or the full parameter, wherever FSDP2 put it."""
+    return all(module._parameters.get(name) is shown for module, name in places(param))
+
+
+def places(param: Any) -> list[tuple[nn.Module, str]]:
+    """Modules that hold a parameter, each with its name there; several if it is tied."""
     info = param._module_info
-    return info.module._parameters.get(info.param_name) is param.sharded_param
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+
+
+def move(param: Any, found: list[tuple[nn.Module, str]]) -> None:
+    """From here on, put the sharded and the full parameter into these places of the module."""
+    info = param._module_info
+    (info.module, info.param_name), *shared = found
+    info.shared_modules[:] = [module for module, _ in shared]
+    info.shared_param_names[:] = [name for _, name in shared]
 
 
 def configure_backward(group: Any, *, reduce: bool, reshard: bool) -> None:

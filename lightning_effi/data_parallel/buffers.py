@@ -6,6 +6,7 @@ time on any rank, so that constant masks and rotary tables cost nothing.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,19 +31,23 @@ class BufferSync:
         }
         self._seen = self._stamps()
 
-    def changed(self) -> list[bool]:
+    def changed(self) -> dict[str, bool]:
         """For each buffer, whether it may have changed on this rank since the last :meth:`send`."""
         current = self._stamps()
         training = self._module.training
-        return [stamp != self._seen.get(name) or (training and name in self._silent) for name, stamp in current.items()]
+        return {
+            name: stamp != self._seen.get(name) or (training and name in self._silent)
+            for name, stamp in current.items()
+        }
 
-    def send(self, which: list[bool] | None = None) -> None:
+    def send(self, which: Collection[str] | None = None) -> None:
         """Send the chosen buffers (all of them by default) from the first rank to the others."""
-        buffers = list(self._buffers().values())
-        chosen = buffers if which is None else [b for b, wanted in zip(buffers, which, strict=True) if wanted]
+        buffers = self._buffers()
+        chosen = [buffer for name, buffer in buffers.items() if which is None or name in which]
         if chosen:
             broadcast_states(chosen, torch_compat.group_named(self._group_name))
-        self._seen = self._stamps()
+        known = buffers.keys() if which is None else {*self._seen, *which}  # others are new: not sent yet
+        self._seen = {name: stamp for name, stamp in self._stamps().items() if name in known}
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(self._module.named_buffers())

@@ -13,8 +13,10 @@ from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import fsdp as fsdp_compat
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.data_parallel.plan import Compute, ShardGroup
-from lightning_effi.modules.parameters import attributes
+from lightning_effi.modules.parameters import attributes, parameter_places
 from lightning_effi.sharded_tensors.functions import gradient_hooks, was_rebound
+from lightning_effi.sharded_tensors.stale_parameters import rename
+from lightning_effi.sharded_tensors.wholes import make_attributes_whole
 
 
 class LiveGroup:
@@ -30,13 +32,13 @@ class LiveGroup:
       teacher, clamped weights), which would otherwise be lost with them.
     """
 
-    def __init__(
-        self, plan: ShardGroup, fsdp_group: Any, compute: Compute, names: dict[int, str], regathers: bool
-    ) -> None:
-        """``names``: of each sharded parameter by its ``id``. ``regathers``: backward gathers afresh (stage 3)."""
+    def __init__(self, plan: ShardGroup, fsdp_group: Any, compute: Compute, module: nn.Module, regathers: bool) -> None:
+        """``module``: the whole one, which names parameters. ``regathers``: backward gathers afresh (stage 3)."""
         self.name = plan.module
+        self._module = module
         self._group = fsdp_group
         self._params = fsdp_compat.params(fsdp_group)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
         self.parameter_names = [names[id(parameter)] for parameter in self.parameters]
         self._run_post_backward = fsdp_group.post_backward
         self._wait_for_unshard = fsdp_group.wait_for_unshard
@@ -165,8 +167,9 @@ class LiveGroup:
     def _follow_and_unshard(self, async_op: bool = False) -> None:
         """Gather what the module's own code made of the sharded parameters."""
         if self._group.is_sharded:
+            self.follow_names()
             for param, name in zip(self._params, self.parameter_names, strict=True):
-                if not fsdp_compat.is_in_place(param):
+                if not fsdp_compat.is_in_place(param, fsdp_compat.sharded_param(param)):
                     raise RuntimeError(
                         f"the parameter '{name}' was replaced by another after the module was sharded, which the"
                         " optimizer and the other ranks know nothing of. Write into it (under torch.no_grad(),"
@@ -198,7 +201,29 @@ class LiveGroup:
             self._link_full_parameters()
             self._shard_versions = [dtensor_compat.local_tensor(p)._version for p in self.parameters]
 
+    def follow_names(self) -> None:
+        """Find parameters that the module's own code has registered elsewhere, under another name, since last time.
+
+        Pruning makes ``weight_orig`` of ``weight``, ``register_parametrization`` moves it into a module of its own.
+        """
+        sharded = self._group.is_sharded
+        shown = [fsdp_compat.sharded_param(p) if sharded else fsdp_compat.unsharded_param(p) for p in self._params]
+        moved = [i for i, param in enumerate(self._params) if not fsdp_compat.is_in_place(param, shown[i])]
+        if not moved:
+            return
+        places = parameter_places(self._module)
+        for index in moved:
+            if found := places.get(id(shown[index])):
+                param = self._params[index]
+                before = fsdp_compat.places(param)
+                fsdp_compat.move(param, [(module, name) for module, name, _ in found])
+                self.parameter_names[index] = found[0][2]
+                rename(fsdp_compat.sharded_param(param), self._module, found[0][2])
+                for module, _ in before:
+                    make_attributes_whole(module)
+
     def _write_back_and_shard(self) -> None:
+        self.follow_names()
         # what backward gathered came from the shards, and nobody writes into it
         if not self._group.is_sharded and not (self._regathers and torch_compat.in_backward()):
             self._write_back()

@@ -49,7 +49,7 @@ class OrderedReduction:
         self._finished_in: list[LiveGroup] | None = []  # the order that the first backward shows; None once adopted
         self._next = 0
         self._used: set[str] = set()
-        self.changed_buffers: list[bool] | None = None
+        self.changed_buffers: frozenset[str] = frozenset()
         self.has_direct_gradients = False  # whether shards may have gradients that did not come through a reduction
         for live in groups:
             live.on_post_backward(self._on_post_backward)
@@ -95,8 +95,9 @@ class OrderedReduction:
         their module's forward, of a window whose last step returned no loss.
         """
         late = [any(group.with_gradient()) for group in self._order]
-        flags = self._agreement.any([*late, *self._buffers.changed()])
-        self.changed_buffers = flags[len(late) :]
+        buffers = self._buffers.changed()
+        flags = self._agreement.any([*late, *buffers.values()])
+        self.changed_buffers = frozenset(n for n, changed in zip(buffers, flags[len(late) :], strict=True) if changed)
         for group, is_late in zip(self._order, flags, strict=False):
             if is_late:
                 self._note_usage(group)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.optim import Optimizer
 
 # Couples all parameters through dot products over flattened copies, or needs sparse gradients.
@@ -31,4 +31,15 @@ def refuse_averaging_of_shards(trainer: pl.Trainer, setting: str) -> None:
                 f"{type(callback).__name__} keeps a whole copy of the module and cannot average the parts that"
                 f" {setting} leaves on each rank. Use zero_stage=0 without tensor and pipeline parallelism, or leave"
                 " the callback out"
+            )
+
+
+def refuse_pruning(trainer: pl.Trainer, setting: str) -> None:
+    """Raise ``ValueError`` for Lightning's ModelPruning, which exchanges parameters in the middle of the run."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} puts masked weights in the place of the module's parameters, of which"
+                f" {setting} leaves a part on each rank. Use ZeRO alone (any zero_stage, without tensor and pipeline"
+                " parallelism), or leave the callback out"
             )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_effi.comm.broadcast import broadcast_states
@@ -20,9 +21,10 @@ from lightning_effi.modules.deferred import DeferredValues
 class ReplicatedEngine(WholeEngine):
     """Runs a module in DistributedDataParallel.
 
-    Unused parameters are looked for in every step, since a module that nobody prepared may have some; parameters that
-    are frozen or unfrozen later are noticed, and DDP is built anew, because its reducer only knows those that were
-    trainable when it was made.
+    Unused parameters are looked for in every step, since a module that nobody prepared may have some. DDP is built anew
+    for parameters that are frozen or unfrozen later, because its reducer only knows those that were trainable when it
+    was made, and for those whose gradients autograd accumulates in another node than the one that it hooked, which
+    ``Tensor.set_`` brings about (``register_parametrization`` calls it).
 
     Args:
         module: the LightningModule; moved to ``device`` in place.
@@ -49,7 +51,7 @@ class ReplicatedEngine(WholeEngine):
             self._root.register_parameter("never_used", nn.Parameter(torch.zeros(1)))
         self._parameters = list(module.parameters())
         self._ddp: DistributedDataParallel | None = None
-        self._trainable: list[bool] = []
+        self._hooked: list[Any] = []
 
     def sync_states(self) -> None:
         """Overwrite parameters and buffers with the first rank's."""
@@ -82,10 +84,10 @@ class ReplicatedEngine(WholeEngine):
             ddp.require_backward_grad_sync = True
 
     def _current_ddp(self) -> DistributedDataParallel | None:
-        trainable = [parameter.requires_grad for parameter in self._parameters]
-        if trainable != self._trainable:
-            self._trainable = trainable
-            self._ddp = self._build() if any(trainable) else None
+        nodes = [get_gradient_edge(p).node if p.requires_grad else None for p in self._parameters]
+        if len(nodes) != len(self._hooked) or any(a is not b for a, b in zip(nodes, self._hooked, strict=True)):
+            self._hooked = nodes
+            self._ddp = self._build() if any(node is not None for node in nodes) else None
         return self._ddp
 
     def _build(self) -> DistributedDataParallel:

@@ -161,7 +161,7 @@ class ShardedEngine(Engine):
             first = names[id(fsdp_compat.sharded_param(fsdp_compat.params(fsdp_group)[0]))]
             plan = next(p for p in plans.values() if any(info.name == first for info in p.parameters))
             regathers = not self._gather_all and plan.module != ROOT
-            live.append(LiveGroup(plan, fsdp_group, self._plan.compute, names, regathers))
+            live.append(LiveGroup(plan, fsdp_group, self._plan.compute, self.module, regathers))
         fsdp_compat.initialize(self.root)
         if self._driven:
             fsdp_compat.take_off_hooks(self.root)
@@ -267,6 +267,7 @@ class ShardedEngine(Engine):
         for group in self._groups:
             group.settle()
             group.shard()
+            group.follow_names()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -367,9 +368,9 @@ class ShardedEngine(Engine):
         self._buffers.send()
 
     def _send_changed_buffers(self) -> None:
-        if self._reduction.changed_buffers is not None and any(self._reduction.changed_buffers):
+        if self._reduction.changed_buffers:
             self._buffers.send(self._reduction.changed_buffers)
-            self._reduction.changed_buffers = None
+            self._reduction.changed_buffers = frozenset()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

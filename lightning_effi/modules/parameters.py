@@ -49,6 +49,16 @@ def describe_parameters(root: nn.Module) -> list[ParameterInfo]:
     ]
 
 
+def parameter_places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
+    """By the ``id`` of each parameter: which modules hold it, its name there, and its whole name."""
+    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    for prefix, module in root.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name, f"{prefix}.{name}" if prefix else name))
+    return places
+
+
 def _parts(parameter: Any) -> int:
     mesh = getattr(parameter, "device_mesh", None)
     return 1 if mesh is None or mesh.mesh_dim_names != ("tp",) else mesh.size()

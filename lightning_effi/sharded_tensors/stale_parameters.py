@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import copy
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+_PLACE = "_lightning_effi_place"
+
+
+@dataclass
+class _Place:
+    """Where the module has a parameter now."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+
 
 class EarlierParameter(nn.Parameter):
     """A parameter that stands for the one of its name that the module has now."""
 
-    _place: tuple[weakref.ref[nn.Module], str]
+    _place: _Place
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,11 +48,11 @@ def resolved(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def current(parameter: EarlierParameter) -> Tensor:
     """The parameter that the module has in the place of ``parameter``."""
-    reference, name = parameter._place
-    module = reference()
+    place = parameter._place
+    module = place.module()
     if module is None:
-        raise RuntimeError(f"the parameter '{name}' belongs to a module that is gone")
-    return module.get_parameter(name)
+        raise RuntimeError(f"the parameter '{place.name}' belongs to a module that is gone")
+    return module.get_parameter(place.name)
 
 
 def hand_over(parameter: nn.Parameter, module: nn.Module, name: str) -> None:
@@ -50,5 +61,12 @@ def hand_over(parameter: nn.Parameter, module: nn.Module, name: str) -> None:
         return
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
     parameter.grad = None
-    parameter._place = (weakref.ref(module), name)  # type: ignore[attr-defined]
+    parameter._place = _Place(weakref.ref(module), name)  # type: ignore[attr-defined]
+    setattr(module.get_parameter(name), _PLACE, parameter._place)  # type: ignore[attr-defined]
     parameter.__class__ = EarlierParameter
+
+
+def rename(parameter: nn.Parameter, module: nn.Module, name: str) -> None:
+    """``module`` has ``parameter``, to which an earlier one was handed over, under another name from now on."""
+    if (place := getattr(parameter, _PLACE, None)) is not None:
+        place.module, place.name = weakref.ref(module), name

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_effi.compat import dtensor as dtensor_compat
@@ -32,6 +32,18 @@ def whole(value: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), value)
+
+
+def make_attributes_whole(module: nn.Module) -> None:
+    """Give a module whole plain tensors for the sharded ones that it holds beside its parameters.
+
+    Pruning computes a mask and the masked weight from a shard, and forward goes on with them and full parameters.
+    """
+    holders: tuple[dict[str, Any], ...] = (module._buffers, vars(module))
+    for holder in holders:
+        for name, value in holder.items():
+            if is_sharded_tensor(value):
+                holder[name] = whole(value.detach())
 
 
 def complete(value: Any) -> Any:
