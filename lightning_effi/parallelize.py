@@ -280,7 +280,13 @@ def _shard(waiting: Waiting, plan: ShardingPlan, stages: StageParameters | None)
         return sharded
     if context.layout.data_parallel_size > 1:
         every = context.config.syncs_every_backward
-        return ReplicatedEngine(module, group=data.device, device=context.device, sync_every_backward=every)
+        return ReplicatedEngine(
+            module,
+            group=data.device,
+            control_group=data.control,
+            device=context.device,
+            sync_every_backward=every,
+        )
     DeferredValues(module).fill_through(module)
     module.to(context.device)
     return WholeEngine(module)

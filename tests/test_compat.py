@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import fsdp as fsdp_compat
@@ -934,3 +934,20 @@ def threads_of_autograd() -> int:
 @relies_on("torch.start_autograd", "threads of autograd being made once, in the first backward")
 def test_fake_tensors_start_no_threads_of_autograd() -> None:
     assert run_isolated(threads_of_autograd) == 0
+
+
+@relies_on("torch.reentrant_checkpoints", "torch.utils.checkpoint.CheckpointFunction.forward")
+def test_reentrant_checkpoints_are_noticed_and_no_others() -> None:
+    noted: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    original = vars(CheckpointFunction)["forward"]
+    with torch_compat.reentrant_checkpoints(lambda: noted.append(True)):
+        checkpoint(torch.sin, x, use_reentrant=False)
+        assert not noted
+        y = checkpoint(torch.sin, x, use_reentrant=True)
+        assert noted == [True]
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    assert vars(CheckpointFunction)["forward"] is original
+    checkpoint(torch.sin, x, use_reentrant=True)
+    assert noted == [True]

@@ -233,6 +233,24 @@ def ddp_prepare_for_backward(ddp: nn.Module, output: Any) -> None:
     prepare_for_backward(ddp, output)  # type: ignore[arg-type]
 
 
+@contextmanager
+def reentrant_checkpoints(note: Callable[[], None]) -> Iterator[None]:
+    """Inside, call ``note`` for each ``checkpoint(..., use_reentrant=True)``, whose backward runs one of its own."""
+    from torch.utils.checkpoint import CheckpointFunction
+
+    original = vars(CheckpointFunction)["forward"]
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        note()
+        return original.__func__(ctx, *args)
+
+    CheckpointFunction.forward = staticmethod(forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CheckpointFunction.forward = original  # type: ignore[method-assign]
+
+
 def compiled_forward(module: nn.Module) -> Any:
     """What ``module.forward = torch.compile(module.forward)`` compiles; ``None`` where nothing."""
     return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)

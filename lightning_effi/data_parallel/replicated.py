@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_effi.comm.agreement import Agreement
 from lightning_effi.comm.broadcast import broadcast_states
 from lightning_effi.compat import torch as torch_compat
+from lightning_effi.data_parallel.averaging import average_gradients
 from lightning_effi.data_parallel.engine import StepRoot, WholeEngine
 from lightning_effi.modules.deferred import DeferredValues
 
@@ -26,18 +28,30 @@ class ReplicatedEngine(WholeEngine):
     was made, and for those whose gradients autograd accumulates in another node than the one that it hooked, which
     ``Tensor.set_`` brings about (``register_parametrization`` calls it).
 
+    A step with reentrant checkpoints, whose parts the search cannot see, is reduced without DDP, after its backward.
+
     Args:
         module: the LightningModule; moved to ``device`` in place.
         group: the ranks that average gradients.
+        control_group: the same ranks, with a backend for CPU tensors.
         device: where the module lives.
         sync_every_backward: average gradients in each backward of an accumulation window, or only in the last.
     """
 
     def __init__(
-        self, module: nn.Module, *, group: dist.ProcessGroup, device: torch.device, sync_every_backward: bool
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup,
+        control_group: dist.ProcessGroup,
+        device: torch.device,
+        sync_every_backward: bool,
     ) -> None:
         super().__init__(module)
         self._group = group
+        self._agreement = Agreement(control_group)
+        self._has_reentrant = False  # whether the step of this rank made a reentrant checkpoint
+        self._averages = False  # whether the gradients of the coming backward are averaged when it is over
         self._device = device
         self._sync_every_backward = sync_every_backward
         self._alone = False
@@ -63,9 +77,27 @@ class ReplicatedEngine(WholeEngine):
         ddp = self._current_ddp()
         if ddp is None:
             return step(*args, **kwargs)
-        if getattr(self.module, "automatic_optimization", True):
-            return ddp(step, *args, **kwargs)
-        return self._run_manual(ddp, step, *args, **kwargs)
+        run = self._run_automatic if getattr(self.module, "automatic_optimization", True) else self._run_manual
+        self._has_reentrant = self._averages = False
+        with torch_compat.reentrant_checkpoints(self._note_reentrant):
+            return run(ddp, step, *args, **kwargs)
+
+    def _run_automatic(self, ddp: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """DDP arms its reducer when this forward ends, unless it sees that nothing is to be sent."""
+        syncs = ddp.require_backward_grad_sync
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            if syncs:
+                self._averages = self._agreement.any([self._has_reentrant])[0]
+                ddp.require_backward_grad_sync = not self._averages
+            return output
+
+        try:
+            return ddp(run, *args, **kwargs)
+        finally:
+            ddp.require_backward_grad_sync = syncs
+            ddp.require_forward_param_sync = ddp.require_forward_param_sync or self._averages
 
     @staticmethod
     def _run_manual(ddp: DistributedDataParallel, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +114,9 @@ class ReplicatedEngine(WholeEngine):
             return ddp(run, *args, **kwargs)
         finally:
             ddp.require_backward_grad_sync = True
+
+    def _note_reentrant(self) -> None:
+        self._has_reentrant = True
 
     def _current_ddp(self) -> DistributedDataParallel | None:
         nodes = [get_gradient_edge(p).node if p.requires_grad else None for p in self._parameters]
@@ -134,8 +169,19 @@ class ReplicatedEngine(WholeEngine):
                 ddp.require_backward_grad_sync = syncs
 
     def before_backward(self, loss: Tensor) -> None:
-        if self._ddp is not None and not getattr(self.module, "automatic_optimization", True):
-            torch_compat.ddp_prepare_for_backward(self._ddp, loss)
+        ddp = self._ddp
+        if ddp is None or getattr(self.module, "automatic_optimization", True):
+            return
+        self._averages = ddp.require_backward_grad_sync and self._agreement.any([self._has_reentrant])[0]
+        if self._averages:
+            ddp.require_forward_param_sync = True
+        else:
+            torch_compat.ddp_prepare_for_backward(ddp, loss)
+
+    def after_backward(self) -> None:
+        if self._averages:
+            self._averages = False
+            average_gradients(self.module, self._group, self._agreement)
 
     def sync_buffers(self) -> None:
         broadcast_states(self.module.buffers(), self._group)
