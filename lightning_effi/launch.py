@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -51,7 +53,14 @@ def end_other_processes(launcher: Any) -> None:
 
 
 class _FullWeightsLauncher(lightning_compat.MultiProcessingLauncher):
-    """fork and spawn hand the weights back to the main process: gather them there, under their own names."""
+    """fork and spawn hand the weights back to the main process: gather them there, under their own names.
+
+    An error goes back as text, and no hook of the strategy sees it in the process where it is raised.
+    """
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        return super().launch(partial(_explaining, self._strategy, function), *args, trainer=trainer, **kwargs)
 
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
@@ -62,3 +71,11 @@ class _FullWeightsLauncher(lightning_compat.MultiProcessingLauncher):
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             del module.__dict__["state_dict"]
+
+
+def _explaining(strategy: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        strategy.explain(error)
+        raise

@@ -25,6 +25,7 @@ from lightning_effi.config import EffiConfig
 from lightning_effi.context import Group, Groups, RunContext
 from lightning_effi.layout import AXES, Layout
 from lightning_effi.loop.hooks import UserHooks
+from lightning_effi.loop.watch import Watch
 from lightning_effi.modules.undo import Undo
 from lightning_effi.sharded_tensors.wholes import whole
 
@@ -67,6 +68,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         self._device_mesh: DeviceMesh | None = None
         self.undo = Undo()  # of what a run changes around it
         self.board: Board | None = None  # notes of the ranks of this run
+        self.watch: Watch | None = None  # for ranks of this run that wait for each other
         self._groups = Groups()
         self._context: RunContext | None = None
         self.words = RankWords()
@@ -253,6 +255,9 @@ class MeshStrategy(ParallelStrategy, ABC):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         self._tell_ranks_apart(self.lightning_module)
+        if self.board is not None and torch_compat.records_messages():
+            self.watch = Watch(self.board, dist.get_rank())
+            self.undo.push(self.watch.stop)
 
     def _tell_ranks_apart(self, module: pl.LightningModule) -> None:
         process = Ranks(self.layout.world_size, dist.get_rank(), self._groups.run.device.group_name)
@@ -273,21 +278,28 @@ class MeshStrategy(ParallelStrategy, ABC):
             data=self._with_control(data_parallel, ("replicate", "shard")),
             tensor=self._with_control(mesh["tp"].get_group(), ("tp",)),
             pipeline=self._with_control(mesh["pp"].get_group(), ("pp",)),
-            run=self._with_control(dist.group.WORLD, AXES),
+            run=self._with_control(dist.group.WORLD, AXES, apart=True),
         )
         return mesh, groups
 
     def _let_groups_go(self) -> None:
         """The run is over: whoever destroys the process groups now ends them."""
-        self.board = None
+        self.board = self.watch = None
         assert self._device_mesh is not None
         torch_compat.hold_groups(self._device_mesh, False)
         if self.layout.tensor * self.layout.pipeline > 1:
             _collect_here()  # layers and stages refer to each other in cycles, and to groups
 
-    def _with_control(self, group: Any, axes: tuple[str, ...]) -> Group:
-        """The ranks along ``axes`` again, with a backend for CPU tensors; every rank must make every group."""
-        if self.root_device.type == "cpu":
+    def _with_control(self, group: Any, axes: tuple[str, ...], *, apart: bool = False) -> Group:
+        """The ranks along ``axes`` again, with a backend for CPU tensors; every rank must make every group.
+
+        Args:
+            group: their process group.
+            axes: of the mesh.
+            apart: also where ``group`` has such a backend. A rank that stays behind in some collective then misses in
+                the next message of the control group, while messages of one group would be taken for each other.
+        """
+        if self.root_device.type == "cpu" and not (apart and self.has_several_processes):
             return Group.of(group, group)
         layout, mine = self.layout, None
         by_place: dict[Any, list[int]] = {}

@@ -315,6 +315,7 @@ class EffiStrategy(MeshStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        self._signals.before_evaluation_batch()
         with self.precision.val_step_context():
             return self._evaluate(self.lightning_module.validation_step, *args, **kwargs)
 
@@ -405,7 +406,8 @@ class EffiStrategy(MeshStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        self._signals.install(trainer, self.context.groups.run.control, self.undo)
+        control_group = self.context.groups.run.control if self.context.has_several_processes else None
+        self._signals.install(trainer, control_group, self.undo)
         self._skipped.install(trainer, self.precision)
         self.undo.push(self._skipped.remove)
         self.undo.push(lightning_compat.around_zero_grad(trainer, self._around_zero_grad))
@@ -484,10 +486,16 @@ class EffiStrategy(MeshStrategy):
         with deferred, self.precision.tensor_init_context():
             yield
 
+    def explain(self, exception: BaseException) -> bool:
+        """Let ``exception`` say more where more is known about its cause; whether ranks had waited for each other."""
+        if self.watch is not None and self.watch.explain(exception):
+            return True
+        self._work.explain(exception)
+        return False
+
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._work.explain(exception)
-        self._all_ranks_here = failed_together(self.board)
+        self._all_ranks_here = not self.explain(exception) and failed_together(self.board)
         if not self._all_ranks_here and not isinstance(exception, KeyboardInterrupt):
             end_other_processes(self.launcher)
 

@@ -9,6 +9,7 @@ import functools
 import inspect
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -484,7 +485,7 @@ class MarksSigterm(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         handlers = lightning_compat.registered_signal_handler(signal.SIGTERM)
         self.notifiers = [lightning_compat.is_sigterm_notifier(handler) for handler in handlers]
-        self.first_time = [lightning_compat.mark_sigterm(trainer), lightning_compat.mark_sigterm(trainer)]
+        lightning_compat.mark_sigterm(trainer)
 
 
 @relies_on("lightning.registered_signal_handler", "_HandlersCompose.signal_handlers")
@@ -496,9 +497,19 @@ def test_sigterm_handlers_of_lightning_are_found_and_its_flag_ends_the_run() -> 
     with pytest.raises(SIGTERMException):
         trainer.fit(Logs(), torch.utils.data.DataLoader(torch.ones(4, 1)))
     assert watch.notifiers.count(True) == 1
-    assert watch.first_time == [True, False]
     assert trainer.global_step == 1
     assert lightning_compat.registered_signal_handler(signal.SIGTERM) is None
+
+
+@relies_on("lightning.before_training_batches", "_TrainingEpochLoop._broadcast_sigterm_tensor")
+def test_ranks_are_asked_before_each_batch() -> None:
+    loop = make_trainer(None, 1).fit_loop.epoch_loop
+    original, asked = loop._broadcast_sigterm_tensor, []
+    undo = lightning_compat.before_training_batches(loop.trainer, lambda: asked.append(None))
+    loop._broadcast_sigterm_tensor()  # in several processes; tests/loop/test_signals.py shows when
+    undo()
+    assert len(asked) == 1
+    assert loop._broadcast_sigterm_tensor == original
 
 
 @relies_on("lightning.slurm_requeue_signal", "Trainer._accelerator_connector.cluster_environment")
@@ -883,6 +894,44 @@ def test_ranks_leave_notes_and_messages_are_counted() -> None:
     assert first[:2] == ("rank 1", 1)
     assert second[:2] == ("rank 0", 1)
     assert first[2] == second[2]
+
+
+def recorded_here() -> dict[str, Any]:
+    since = time.time_ns()
+    if dist.get_rank() == 0:
+        waits = dist.all_reduce(torch.ones(3), async_op=True)
+        [(message, frames)] = torch_compat.recorded_messages(since)[0]
+        assert message.is_open  # the other comes later
+        assert "recorded_here" in {function for _, _, function in frames}
+        torch_compat.default_store("recorded", 60.0).set("seen", "")
+        waits.wait()
+    else:
+        torch_compat.default_store("recorded", 60.0).get("seen")
+        dist.all_reduce(torch.ones(3))
+    then, is_all = torch_compat.recorded_messages(since, places=False)
+    [name] = torch_compat.message_counts()
+    return {
+        "then": [message for message, _ in then],
+        "is all": is_all,
+        "members": torch_compat.group_members()[name],
+        "name": name,
+        "port": torch_compat.store_port(),
+    }
+
+
+@relies_on("torch.recorded_messages", "_distributed_c10d._dump_fr_trace")
+@relies_on("torch.records_messages", "TORCH_FR_BUFFER_SIZE")
+@relies_on("torch.group_members", "distributed_c10d._world.pg_group_ranks")
+@relies_on("torch.store_port", "distributed_c10d._get_default_store")
+def test_collectives_are_recorded_with_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_compat.records_messages()
+    for seen in run_distributed(recorded_here, 2):
+        assert seen["then"] == [torch_compat.Message(seen["name"], 1, "all_reduce", 3, False)]
+        assert seen["is all"]
+        assert seen["members"] == [0, 1]
+        assert seen["port"] is None  # a store in a file
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    assert not torch_compat.records_messages()
 
 
 @relies_on("torch.backward_in_modes", "torch.autograd.graph._engine_run_backward")

@@ -67,6 +67,15 @@ class Board:
             time.sleep(_INTERVAL)
         return notes
 
+    def settle(self, topic: str, text: str) -> None:
+        """Leave ``text`` for all ranks, unless one has settled ``topic`` before."""
+        self._access(lambda: self._store.compare_set(topic, "", text))
+
+    def settled(self, topic: str) -> str | None:
+        """What one rank has settled for all."""
+        text = self._access(partial(self._note, topic))
+        return None if text is None else text.decode()
+
     def _note(self, key: str) -> bytes | None:
         return self._store.get(key) if self._store.check([key]) else None
 

@@ -223,12 +223,20 @@ def is_sigterm_notifier(handler: Any) -> bool:
     return getattr(handler, "__func__", None) is _SignalConnector._sigterm_notifier_fn
 
 
-def mark_sigterm(trainer: pl.Trainer) -> bool:
-    """Set the flag that the training loop looks at; returns whether it was not set before."""
-    connector = trainer._signal_connector
-    first_time = not connector.received_sigterm
-    connector.received_sigterm = True
-    return first_time
+def mark_sigterm(trainer: pl.Trainer) -> None:
+    """Set the flag that the loops look at after each batch."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def before_training_batches(trainer: pl.Trainer, call: Callable[[], None]) -> Callable[[], None]:
+    """Call ``call`` on all ranks before each batch of training; returns how to undo it.
+
+    It takes the place of ``_TrainingEpochLoop._broadcast_sigterm_tensor``, by which ranks learn that rank zero was sent
+    SIGTERM, and of which only they know. The method is shadowed on the loop of this trainer alone.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = call
+    return lambda: loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
 def slurm_requeue_signal(trainer: pl.Trainer) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,89 @@ def message_counts() -> dict[str, int]:
 
     groups: dict[Any, str] = dict(_world.pg_names)
     return {name: group._get_sequence_number_for_group() for group, name in groups.items()}
+
+
+class Message(NamedTuple):
+    """A collective that this process has entered.
+
+    Attributes:
+        group: name of its process group.
+        number: the how-manieth it is of that group.
+        operation: as ``all_reduce``.
+        size: elements that this process puts in.
+        is_open: whether it is not complete.
+        place: where it was entered, which whoever asks fills in.
+    """
+
+    group: str
+    number: int
+    operation: str
+    size: int
+    is_open: bool
+    place: str = ""
+
+
+Frame = tuple[str, int, str]  # file, line, function
+
+
+def records_messages() -> bool:
+    """Whether the flight recorder of collectives is on, as it is unless ``TORCH_FR_BUFFER_SIZE=0``."""
+    import os
+
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    return all(os.environ.get(name) != "0" for name in names)
+
+
+def recorded_messages(since: int, *, places: bool = True) -> tuple[list[tuple[Message, list[Frame]]], bool]:
+    """The latest collectives over gloo, of those since ``time.time_ns() == since``; the oldest first.
+
+    They come from the flight recorder (``_dump_fr_trace``, torch 2.13-2.14), with the stack of Python functions that
+    entered them, the innermost first.
+
+    Args:
+        since: the start of a run.
+        places: whether stacks are asked for, which take time.
+
+    Returns:
+        the collectives, and whether there were no earlier ones, which the recorder has forgotten.
+    """
+    import pickle
+
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+
+    entries = pickle.loads(_dump_fr_trace(True, places, False)).get("entries", [])
+    recorded = [
+        (
+            Message(
+                group=entry["process_group"][0],
+                number=entry["collective_seq_id"],
+                operation=entry["profiling_name"].partition(":")[2].strip("_"),
+                size=sum(torch.Size(shape).numel() for shape in entry["input_sizes"]),
+                is_open=not entry["retired"],
+            ),
+            [(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ())],
+        )
+        for entry in entries
+        if not entry["is_p2p"] and entry["time_created_ns"] >= since
+    ]
+    return recorded, not entries or entries[0]["record_id"] == 0 or entries[0]["time_created_ns"] < since
+
+
+def group_members() -> dict[str, list[int]]:
+    """The ranks of each process group that this process belongs to, by its name (``_world.pg_group_ranks``)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return {name: sorted(_world.pg_group_ranks[group]) for group, name in dict(_world.pg_names).items()}
+
+
+def store_port() -> int | None:
+    """The port of the key-value store behind the default process group; ``None`` for a store in a file."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
 
 
 def broadcast_module_states(tensors: list[Tensor], group: Any, src: int = 0) -> None:

@@ -6,8 +6,12 @@ import linecache
 import site
 import sys
 import sysconfig
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
+
+Frame = tuple[str, int, str]  # file, line, function
 
 _FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
 _PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -20,16 +24,35 @@ def here() -> str:
 
     Where only libraries run, it is the innermost line of one that is no framework; empty where there is none.
     """
+    return _innermost(frames_of(sys._getframe(1)))
+
+
+def line_in_a_run(frames: Iterable[Frame]) -> str:
+    """As :func:`here`, of a stack given by its frames, the innermost first; empty where only the Trainer runs."""
+    return _innermost(takewhile(lambda frame: frame[2] != "_call_and_handle_interrupt", frames))
+
+
+def is_in_torch(path: str) -> bool:
+    """Whether a file belongs to torch or to this package, as the innermost function does in a wait for other ranks."""
+    return path.startswith(_PACKAGE) or any(path.startswith(f"{root}/torch/") for root in _INSTALLED)
+
+
+def _innermost(frames: Iterable[Frame]) -> str:
     library = ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        kind = _kind_of(frame.f_code.co_filename)
+    for frame in frames:
+        kind = _kind_of(frame[0])
         if kind == "user":
-            return _describe(frame)
+            return _describe(*frame)
         if kind == "library" and not library:
-            library = _describe(frame)
-        frame = frame.f_back
+            library = _describe(*frame)
     return library
+
+
+def frames_of(frame: FrameType | None) -> Iterator[Frame]:
+    """A stack of running functions, the innermost first."""
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back
 
 
 def _kind_of(path: str) -> str:
@@ -42,8 +65,7 @@ def _kind_of(path: str) -> str:
     return "framework" if path.startswith(_STANDARD) else "user"
 
 
-def _describe(frame: FrameType) -> str:
-    path, line = frame.f_code.co_filename, frame.f_lineno
+def _describe(path: str, line: int, function: str) -> str:
     text = linecache.getline(path, line).strip()
     file = path.replace("\\", "/").rpartition("/")[2]
-    return f" ({file}:{line}, in {frame.f_code.co_name}{f': {text}' if text else ''})"
+    return f" ({file}:{line}, in {function}{f': {text}' if text else ''})"

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_effi.comm.waiting import waiting_for
 from lightning_effi.pipeline_parallel.planning.schedule import Action, Schedule
 from lightning_effi.pipeline_parallel.planning.timeline import timeline_of
 from lightning_effi.pipeline_parallel.stand_ins import TensorMeta
@@ -61,6 +62,7 @@ Expected = Sequence[TensorMeta] | None
 
 
 class _Receive(NamedTuple):
+    source: int  # counted among all ranks
     buffers: list[Tensor]
     works: list[Any]
 
@@ -106,10 +108,11 @@ class Exchange:
         """What ``action`` gets from the stage before (``F``) or behind; ``None`` where there is no such stage."""
         if action not in self._received:
             return self._handed_over.pop(action, None)
-        buffers, works = self._received.pop(action)
-        other = self._receive_others(action) if action.kind == "F" else None
-        for work in works:
-            work.wait()
+        source, buffers, works = self._received.pop(action)
+        with waiting_for(source):
+            other = self._receive_others(action) if action.kind == "F" else None
+            for work in works:
+                work.wait()
         return buffers if other is None else other
 
     def give(self, action: Action, tensors: Sequence[Tensor]) -> None:
@@ -155,7 +158,7 @@ class Exchange:
             source = self._ranks[message.source]
             buffers = [self._empty(meta) for meta in self._awaited(message.producer)]
             works = [dist.irecv(buffer, source, group=self._group) for buffer in buffers]
-            self._received[message.consumer] = _Receive(buffers, works)
+            self._received[message.consumer] = _Receive(source, buffers, works)
 
     def _awaited(self, producer: Action) -> Sequence[TensorMeta]:
         """A forward sends all that crosses, a backward the gradients of what has crossed and can have one."""

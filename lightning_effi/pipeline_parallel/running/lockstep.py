@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_effi.comm.agreement import Agreement
+from lightning_effi.comm.waiting import waiting_for
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.modules.user_code import here
 from lightning_effi.pipeline_parallel.intercept import Interception
@@ -189,7 +190,8 @@ class Lockstep(TorchFunctionMode):
             dist.send(tensor.contiguous(), self._ranks[to], group=self._group)
         elif self._rank == to:
             values = torch.empty_like(tensor).contiguous()
-            dist.recv(values, self._ranks[source], group=self._group)
+            with waiting_for(self._ranks[source]):
+                dist.recv(values, self._ranks[source], group=self._group)
             tensor.copy_(values)
         knowing.add(to)
 
