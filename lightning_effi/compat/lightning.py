@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from torch import Tensor, nn
 
+from lightning_effi.compat.torch import group_named
+
 __all__ = ["MultiProcessingLauncher"]  # starts processes by fork or spawn and brings rank 0's results back
 
 if TYPE_CHECKING:
@@ -124,7 +126,7 @@ def metrics_everywhere(module: nn.Module) -> None:
 
 class _GatherInGroup:
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self._name = group.group_name  # a copy of the metric may outlive the run, and the group
 
     def __deepcopy__(self, memo: Any) -> _GatherInGroup:
         return self
@@ -135,7 +137,7 @@ class _GatherInGroup:
     def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        return gather_all_tensors(value, self._group)
+        return gather_all_tensors(value, group_named(self._name))
 
 
 def synced_log_keys(trainer: pl.Trainer) -> list[str]:

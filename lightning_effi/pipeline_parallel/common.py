@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.context import Group
 from lightning_effi.pipeline_parallel.other_stages import OtherStages
 
 Print = tuple[Any, ...]
@@ -38,7 +39,7 @@ class CommonState:
         parameters: Iterable[str],
         holder: Callable[[str], int],
         stand_ins: OtherStages,
-        group: dist.ProcessGroup,
+        group: Group,
     ) -> None:
         self._module, self._holder, self._stand_ins, self._group = module, holder, stand_ins, group
         self._parameters = tuple(parameters)
@@ -68,8 +69,9 @@ class CommonState:
             now = fingerprint(tensor)
             if now != self._before.get(name):
                 mine[name] = now, self._stand_ins.parameter_behind(tensor)
-        everybodys: list[dict[str, tuple[Print, str | None]]] = [{} for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather_object(everybodys, mine, group=self._group)
+        control = self._group.control
+        everybodys: list[dict[str, tuple[Print, str | None]]] = [{} for _ in range(dist.get_world_size(control))]
+        dist.all_gather_object(everybodys, mine, group=control)
         found = {}
         for name in dict.fromkeys(name for each in everybodys for name in each):
             changed = {stage: each[name] for stage, each in enumerate(everybodys) if name in each}
@@ -93,11 +95,12 @@ class CommonState:
         Args:
             ranks: the global rank of each stage.
         """
-        stage = dist.get_rank(self._group)
+        control = self._group.control
+        stage = dist.get_rank(control)
         for name, source in self.sources().items():
             tensor = self.tensors()[name]
             message: list[Any] = [tensor.detach().cpu() if stage == source else None]
-            dist.broadcast_object_list(message, ranks[source], group=self._group)
+            dist.broadcast_object_list(message, ranks[source], group=control)
             if stage != source and message[0] is not None:
                 self._set(name, tensor, message[0])
 

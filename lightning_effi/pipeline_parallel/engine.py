@@ -70,7 +70,7 @@ class PipelineEngine(Engine):
         self._stages = stages
         self._sharded = sharded
         self._stage: Engine = WholeEngine(module) if sharded is None else sharded
-        self._replicas = context.groups.data.device  # ranks of other pipelines that hold the same stage
+        self._replicas = context.groups.data  # ranks of other pipelines that hold the same stage
         self._agreement = Agreement(context.groups.run.control)
         self._processes_per_node = context.processes_per_node
         self._sync_every_microbatch = context.config.gradient_sync == "every"
@@ -119,7 +119,8 @@ class PipelineEngine(Engine):
         self._stages.add_up_shared()
         if not self.is_sharded:
             mine = [parameter for parameter in self._stages.local.values() if parameter.requires_grad]
-            sum_gradients(mine, self._replicas, divisor=dist.get_world_size(self._replicas))
+            replicas = self._replicas.device
+            sum_gradients(mine, replicas, divisor=dist.get_world_size(replicas))
 
     def after_optimizer_step(self) -> None:
         self._stage.after_optimizer_step()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_effi.context import Group
 from lightning_effi.microbatches.logs import Logged, StepResult
 
 
@@ -22,7 +23,7 @@ class MetricSync:
         group: the ranks of the pipeline.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, group: Group) -> None:
         self._group = group
         self._metrics = {name: child for name, child in module.named_modules() if is_metric(child)}
         self._names = {id(metric): name for name, metric in self._metrics.items()}
@@ -58,9 +59,10 @@ class MetricSync:
         """Take over the state of all metrics from ``stage``; every rank of the pipeline must call this."""
         if not self._metrics:
             return
-        mine = dist.get_rank(self._group) == stage
+        control = self._group.control
+        mine = dist.get_rank(control) == stage
         message = [{name: _moved(_state(metric), "cpu") for name, metric in self._metrics.items()} if mine else None]
-        dist.broadcast_object_list(message, dist.get_process_group_ranks(self._group)[stage], group=self._group)
+        dist.broadcast_object_list(message, dist.get_process_group_ranks(control)[stage], group=control)
         if not mine and message[0] is not None:
             for name, state in message[0].items():
                 metric = self._metrics[name]

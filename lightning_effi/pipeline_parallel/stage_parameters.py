@@ -7,6 +7,7 @@ The module tree stays whole. A parameter that a rank does not hold is ``None`` i
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_effi.comm.gather import gather_full
+from lightning_effi.comm.groups import group_of
 from lightning_effi.comm.ranks import RankWords
 from lightning_effi.compat import dtensor as dtensor_compat
+from lightning_effi.context import Group
 from lightning_effi.data_parallel.optimizers import DetachedOptimizers
 from lightning_effi.pipeline_parallel.common import CommonState
 from lightning_effi.pipeline_parallel.other_stages import AllParameters, OnAnotherStage, OtherStages
@@ -34,6 +37,7 @@ class StageParameters:
         pipelines: global ranks of all pipelines of the run, each in the order of stages.
         optimizers: of the whole module; those of this stage are left.
         words: tells whether a hook of the module is running.
+        timeout: of messages between stages that share parameters.
 
     Attributes:
         blocks: names of the blocks that this rank runs.
@@ -47,15 +51,16 @@ class StageParameters:
         module: nn.Module,
         plan: PipelinePlan,
         stage: int,
-        group: dist.ProcessGroup,
+        group: Group,
         pipelines: Sequence[Sequence[int]],
         optimizers: DetachedOptimizers,
         words: RankWords,
+        timeout: timedelta,
     ) -> None:
         self._module = module
         self._group = group
         self.stage = stage
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = dist.get_process_group_ranks(group.device)
         self.names = [name for name, _ in module.named_parameters()]
         self._shapes = {name: (p.shape, p.dtype, p.device, p.requires_grad) for name, p in module.named_parameters()}
         self._first_holder = {name: s for s, each in reversed(list(enumerate(plan.ranks))) for name in each.parameters}
@@ -71,7 +76,7 @@ class StageParameters:
         mine = {*plan.ranks[stage].parameters, *unused}
         self.local = {name: p for name, p in module.named_parameters() if name in mine}
         self.shared = {name: held for name, held in plan.shared_by_ranks if stage in held}
-        self._shared_groups = self._make_groups(plan, pipelines)
+        self._shared_groups = self._make_groups(plan, pipelines, timeout)
         self._counted_ids = {id(parameter) for parameter in self.counted()}
         self.blocks = plan.ranks[stage].blocks
         self.modules = (*self.blocks, *plan.ranks[stage].units)
@@ -137,7 +142,7 @@ class StageParameters:
         """
         for held, (group, names) in self._shared_groups.items():
             if self.stage in held:
-                sum_gradients([self.local[name] for name in names if self.local[name].requires_grad], group)
+                sum_gradients([self.local[name] for name in names if self.local[name].requires_grad], group.device)
 
     def follow(self, module: nn.Module) -> None:
         """Take note of the parameters that sharding, or its end, has put in the places of those before."""
@@ -153,7 +158,7 @@ class StageParameters:
             if parameter is None:
                 parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad)
             parameter.data = parameter.data.to(device)
-            dist.broadcast(parameter.detach(), self._ranks[self._first_holder.get(name, 0)], group=self._group)
+            dist.broadcast(parameter.detach(), self._ranks[self._first_holder.get(name, 0)], group=self._group.device)
             self._put(name, parameter)
         self.hide_stand_ins()
 
@@ -163,7 +168,7 @@ class StageParameters:
             held = {name: optimizer.state[p] for name, p in self.local.items() if p in optimizer.state}
             mine = gather_full(held, keep=True)  # data parallelism may have left them in shards
             everybodys: list[Any] = [None] * len(self._ranks)
-            dist.all_gather_object(everybodys, mine, group=self._group)
+            dist.all_gather_object(everybodys, mine, group=self._group.control)
             states = {name: state for each in reversed(everybodys) for name, state in each.items()} | mine
             optimizer.state.clear()
             for group, wanted in zip(optimizer.param_groups, groups, strict=True):
@@ -198,21 +203,21 @@ class StageParameters:
             module.__dict__.pop("parameters", None)
 
     def _make_groups(
-        self, plan: PipelinePlan, pipelines: Sequence[Sequence[int]]
-    ) -> dict[tuple[int, ...], tuple[Any, list[str]]]:
+        self, plan: PipelinePlan, pipelines: Sequence[Sequence[int]], timeout: timedelta
+    ) -> dict[tuple[int, ...], tuple[Group, list[str]]]:
         """One group for each set of stages that share parameters; every rank of the run makes all of them."""
         by_holders: dict[tuple[int, ...], list[str]] = {}
         for name, held in plan.shared_by_ranks:
             by_holders.setdefault(held, []).append(name)
-        groups: dict[tuple[int, ...], tuple[Any, list[str]]] = {}
+        groups: dict[tuple[int, ...], tuple[Group, list[str]]] = {}
         for held, names in by_holders.items():
             if len(held) == len(self._ranks):
                 groups[held] = (self._group, names)
                 continue
             for ranks in pipelines:
-                group = dist.new_group([ranks[stage] for stage in held])
+                made = group_of([ranks[stage] for stage in held], timeout)
                 if ranks[self.stage] == self._ranks[self.stage]:
-                    groups[held] = (group, names)
+                    groups[held] = (Group(made, made), names)
         return groups
 
     @property
@@ -223,19 +228,19 @@ class StageParameters:
     def reduce(self, value: Tensor, operation: Any) -> Tensor:
         """A number that each stage has a part of (a norm), put together over the pipeline."""
         value = value.to(next(iter(self._shapes.values()))[2])  # a stage without gradients has it on the CPU
-        dist.all_reduce(value, operation, group=self._group)
+        dist.all_reduce(value, operation, group=self._group.device)
         return value
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's ``value``, in the order of stages, on the first stage; an empty list elsewhere."""
         gathered: list[Any] | None = [None] * len(self._ranks) if self.stage == 0 else None
-        dist.gather_object(value, gathered, dst=self._ranks[0], group=self._group)
+        dist.gather_object(value, gathered, dst=self._ranks[0], group=self._group.control)
         return gathered or []
 
     def gather_everywhere(self, value: Any) -> list[Any]:
         """Everybody's ``value``, in the order of stages."""
         gathered: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(gathered, value, group=self._group)
+        dist.all_gather_object(gathered, value, group=self._group.control)
         return gathered
 
     def bring_to_first(self, sources: Mapping[Any, int], tensor_of: Callable[[Any], Tensor]) -> dict[Any, Tensor]:

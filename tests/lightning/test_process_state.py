@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.harness import make_trainer, run_distributed
-from tests.lightning.process_state import changes, objects_state, optimizer_state, process_state
+from tests.lightning.process_state import State, changes, groups_state, objects_state, optimizer_state, process_state
 
 WIDTH, STEPS = 8, 6
 
@@ -28,6 +28,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"zero_stage": 3},
     "tp2": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2, "microbatches": 2},
+    "micro-batches": {"zero_stage": 2, "microbatches": 2},
+    "zero1": {"zero_stage": 1},
 }
 ENDS = ("well", "configure_optimizers", "on_fit_start", "first step", "fifth batch", "Ctrl-C", "SIGTERM")
 EXPECTED = {"well": None, "Ctrl-C": SystemExit, "SIGTERM": SIGTERMException}
@@ -90,22 +92,26 @@ def end_in_every_way(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What each way to end leaves behind under each layout, one run after the other in the same processes."""
     random.seed(5)  # ranks that work on the same batch draw the same numbers
     numpy.random.seed(5)
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # the first one prepares its class
     process_state()  # imports what it looks at
-    found = {}
+    drawn = {end: (left_on_objects(None, end), torch.random.get_rng_state())[1] for end in ENDS}
+    found, before = {}, process_state()
     for layout, settings in layouts.items():
+        groups: State = {}
         for end in ENDS:
-            before = process_state()
             left = found[f"{layout}, {end}"] = left_on_objects(settings, end)
+            left["draws as without the strategy"] = torch.equal(torch.random.get_rng_state(), drawn[end])
             gc.collect()
-            left["process"] = changes(before, process_state())
+            left["process"] = changes(before, before := process_state())
+            left["groups"] = changes(groups or groups_state(), groups := groups_state())  # the first run makes them
     return found
 
 
-def left_on_objects(settings: dict[str, Any], end: str) -> dict[str, Any]:
+def left_on_objects(settings: dict[str, Any] | None, end: str) -> dict[str, Any]:
     torch.manual_seed(5)
     module = Fragile(end)
     values = {name: p.detach().clone() for name, p in module.named_parameters()}
-    trainer = make_trainer(settings, 2, max_epochs=1, use_distributed_sampler=False)
+    trainer = make_trainer(settings, 2 if settings else 1, max_epochs=1, use_distributed_sampler=False)
     before = objects_state(trainer, module)
     raised: type[BaseException] | None = None
     try:
@@ -127,7 +133,10 @@ def loader() -> DataLoader[Any]:
     return DataLoader([torch.randn(4, WIDTH, generator=generator) for _ in range(STEPS)], batch_size=None)
 
 
-@pytest.mark.parametrize("layouts", [("zero2", "tp2", "pp2"), pytest.param(("zero3", "zero0"), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "layouts",
+    [("zero2", "tp2", "pp2"), pytest.param(("zero3", "zero1", "zero0", "micro-batches"), marks=pytest.mark.full)],
+)
 def test_process_and_objects_are_as_before_however_a_run_ends(layouts: tuple[str, ...]) -> None:
     chosen = {layout: LAYOUTS[layout] for layout in layouts}
     for rank, runs in enumerate(run_distributed(end_in_every_way, 2, chosen, timeout=120)):
@@ -135,6 +144,8 @@ def test_process_and_objects_are_as_before_however_a_run_ends(layouts: tuple[str
             end, who = name.partition(", ")[2], f"rank {rank}, {name}"
             assert left["raised"] == EXPECTED.get(end, ZeroDivisionError), who
             assert left["process"] == {}, who
+            assert left["groups"] == {}, who
+            assert left["draws as without the strategy"], who
             assert left["objects"] == {}, who
             assert not any(left["optimizers"]), who
             assert left["trained"] == (end in ("well", "fifth batch", "Ctrl-C", "SIGTERM")), who

@@ -24,6 +24,9 @@ STRATEGIES: list[Any] = [
     "ddp",
     {"zero_stage": 2},
     {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+    {"zero_stage": 1},
 ]
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_effi.context import Group
 from lightning_effi.microbatches.logs import StepResult
 from lightning_effi.pipeline_parallel.metrics import MetricSync
 from lightning_effi.pipeline_parallel.tree import tree_map
@@ -27,9 +28,9 @@ class SharedResults:
         metrics: of the module, which results name.
     """
 
-    def __init__(self, group: Any, last: int, device: torch.device, metrics: MetricSync) -> None:
+    def __init__(self, group: Group, last: int, device: torch.device, metrics: MetricSync) -> None:
         self._group, self._last, self._device, self._metrics = group, last, device, metrics
-        self._ranks = dist.get_process_group_ranks(group)
+        self._ranks = dist.get_process_group_ranks(group.control)
 
     def share(
         self, results: Sequence[StepResult], unknown: Sequence[Call], early: Mapping[Call, Any]
@@ -42,11 +43,11 @@ class SharedResults:
             early: values that this rank's other stages logged, as far as they know them.
         """
         message: list[Any] = [None, None]
-        if dist.get_rank(self._group) == self._last:
+        if dist.get_rank(self._group.control) == self._last:
             # a tensor of another rank's device would arrive on that device
             portable = [moved(self._metrics.portable(detached(result)), torch.device("cpu")) for result in results]
             message = [portable, list(unknown)]
-        dist.broadcast_object_list(message, self._ranks[self._last], group=self._group)
+        dist.broadcast_object_list(message, self._ranks[self._last], group=self._group.control)
         shared, missing = message
         if missing:
             for (index, number), value in self._known_elsewhere(missing, early).items():
@@ -58,7 +59,7 @@ class SharedResults:
         mine = {key: early[key] for key in missing if key in early}
         mine = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in mine.items()}
         everybodys: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(everybodys, mine, group=self._group)
+        dist.all_gather_object(everybodys, mine, group=self._group.control)
         return {key: value for each in everybodys for key, value in each.items()}
 
 

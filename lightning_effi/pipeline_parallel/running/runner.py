@@ -77,8 +77,8 @@ class PipelineRunner:
         self._live: dict[int, LiveStage] = {}
         self._told_count = False
         self._has_trained = False
-        self._metrics = MetricSync(module, pipeline.device)
-        self._results = SharedResults(pipeline.device, self._placement[-1], context.device, self._metrics)
+        self._metrics = MetricSync(module, pipeline)
+        self._results = SharedResults(pipeline, self._placement[-1], context.device, self._metrics)
         self._randomness = StageRandomness(module, context.precision, self._ranks[0], pipeline.control)
         self._first = FirstBatch(context, module, tensor, self._randomness)
         self._crossing: dict[Any, dict[int, tuple[TensorMeta, ...]]] = {}
@@ -112,9 +112,9 @@ class PipelineRunner:
         """Let go of the other stages' parameters; whole steps go through the stages from here on."""
         plan, interception = planned.pipeline, self._first.interception
         held = plan.ranks[self.stage]
-        group = self._context.groups.pipeline.device
-        pipelines, words = self._context.layout.pipelines(), self._context.words
-        self.stages = StageParameters(self._module, plan, self.stage, group, pipelines, optimizers, words)
+        context, group = self._context, self._context.groups.pipeline
+        pipelines, words, timeout = context.layout.pipelines(), context.words, context.config.timeout
+        self.stages = StageParameters(self._module, plan, self.stage, group, pipelines, optimizers, words, timeout)
         self._interception = interception
         interception.elsewhere = frozenset(self._first.everywhere - {*held.blocks, *held.units})
         interception.install()
