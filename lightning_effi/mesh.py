@@ -212,6 +212,7 @@ class MeshStrategy(ParallelStrategy, ABC):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        torch_compat.rebuild_thread_pool()  # before there are other threads, of autograd and of process groups
         torch_compat.start_autograd()
         if self.is_distributed or not lightning_compat.is_seeded():
             # otherwise the loader goes on from where the module's initialisation left, as in a single process
@@ -236,7 +237,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         if not dist.is_initialized():
             _collect_here()  # what an earlier run left in cycles may hold destroyed groups, and their store
             if not self.has_several_processes:
-                self.undo.push(_end_alone)
+                self.undo.push(_end_alone, "the process group of one process")
         _processes.add(os.getpid())
         lightning_compat.init_process_group(
             self.cluster_environment,
@@ -251,13 +252,13 @@ class MeshStrategy(ParallelStrategy, ABC):
             made[key] = self._make_groups()
         self._device_mesh, self._groups = made[key]
         torch_compat.hold_groups(self._device_mesh, True)
-        self.undo.push(self._let_groups_go)
+        self.undo.push(self._let_groups_go, "process groups held by the mesh")
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         self._tell_ranks_apart(self.lightning_module)
         if self.board is not None and torch_compat.records_messages():
             self.watch = Watch(self.board, dist.get_rank())
-            self.undo.push(self.watch.stop)
+            self.undo.push(self.watch.stop, "a thread that watches for ranks that wait for each other")
 
     def _tell_ranks_apart(self, module: pl.LightningModule) -> None:
         process = Ranks(self.layout.world_size, dist.get_rank(), self._groups.run.device.group_name)
@@ -266,6 +267,8 @@ class MeshStrategy(ParallelStrategy, ABC):
         self.words.start(process, data)
         trainer: Any = module.trainer
         self._user_hooks.install(module, trainer.datamodule, trainer.callbacks)
+        change = "hooks of module, data and callbacks tell which ranks trainer.world_size and the default group mean"
+        self.undo.push(self._user_hooks.remove, change)
 
     def leave_hooks(self) -> None:
         """At the end of a run, whatever became of it: hooks are the user's own again."""

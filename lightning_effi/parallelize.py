@@ -140,7 +140,7 @@ def set_up(
         if layout.tensor == 1:
             run_eagerly(module, undo, "pipeline")
         lightning_compat.metrics_in_group(module, context.groups.data.device)
-        undo.push(partial(lightning_compat.metrics_everywhere, module))
+        undo.push(partial(lightning_compat.metrics_everywhere, module), "dist_sync_fn of the module's metrics")
         engine = UnsplitEngine(module, context)
         if module.trainer.state.fn == TrainerFn.FITTING:
             pipeline = PipelineRunner(context, module, tensor)

@@ -268,9 +268,9 @@ class EffiStrategy(MeshStrategy):
         self.accelerator.setup(trainer)
         self._checkpoint.refuse_remote(trainer)
         self.precision.use_device(self.root_device, self.context.groups.run.device)
-        self.undo.push(self.precision.leave_run)
+        self.undo.push(self.precision.leave_run, "the precision plugin belongs to this run")
         if self.context.mesh is not None and (self.config.zero_stage or self.layout.tensor > 1):
-            self.undo.push(install(self.context.mesh))
+            self.undo.push(install(self.context.mesh), "torch functions on DTensors of this run's mesh")
         module, fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if not self._work.is_left_over(module):
             self._checkpoint.remember(module)
@@ -409,8 +409,9 @@ class EffiStrategy(MeshStrategy):
         control_group = self.context.groups.run.control if self.context.has_several_processes else None
         self._signals.install(trainer, control_group, self.undo)
         self._skipped.install(trainer, self.precision)
-        self.undo.push(self._skipped.remove)
-        self.undo.push(lightning_compat.around_zero_grad(trainer, self._around_zero_grad))
+        self.undo.push(self._skipped.remove, "schedulers and averages wait for skipped steps")
+        around = lightning_compat.around_zero_grad(trainer, self._around_zero_grad)
+        self.undo.push(around, "the trainer's loop around on_before_zero_grad and optimizer_zero_grad")
 
     # -- evaluation and data -----------------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from lightning_effi import EffiStrategy
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import fsdp as fsdp_compat
 from lightning_effi.compat import lightning as lightning_compat
@@ -1000,3 +1003,50 @@ def test_reentrant_checkpoints_are_noticed_and_no_others() -> None:
     assert vars(CheckpointFunction)["forward"] is original
     checkpoint(torch.sin, x, use_reentrant=True)
     assert noted == [True]
+
+
+def forks_without_thread_pool() -> int:
+    """How many of some forked ranks fail when threads run their first operators at the same moment."""
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=EffiStrategy(), barebones=True)
+    values = torch.ones(200_000)
+    torch.set_num_threads(2)
+    values.add(1)
+    return sum(_fork(functools.partial(_operators_in_threads, trainer, values)) != 0 for _ in range(6))
+
+
+def _fork(run: Callable[[], bool]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        succeeded = False
+        try:
+            succeeded = run()
+        finally:
+            os._exit(not succeeded)
+    return os.waitpid(pid, 0)[1]
+
+
+def _operators_in_threads(trainer: pl.Trainer, values: Tensor) -> bool:
+    order: list[Any] = []
+    set_threads, start_autograd = torch.set_num_threads, torch_compat.start_autograd
+    torch.set_num_threads = lambda count: order.append(count) or set_threads(count)
+    torch_compat.start_autograd = lambda: order.append("autograd") or start_autograd()
+    trainer.strategy.setup_environment()
+    trainer.strategy.setup_environment()  # further runs of this process find the pool
+    start, done = threading.Barrier(8), []
+
+    def run() -> None:
+        start.wait()
+        values.add(1)
+        done.append(True)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(done) == len(threads) and order == [2, "autograd", "autograd"] and torch.get_num_threads() == 2
+
+
+@relies_on("torch.rebuild_thread_pool", "at::set_num_threads making the pool that a fork took away")
+def test_forked_ranks_have_a_thread_pool_before_there_are_threads() -> None:
+    assert run_isolated(forks_without_thread_pool) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,23 @@ if TYPE_CHECKING:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """One axis named ``name`` over all ranks of ``mesh`` (``DeviceMesh._flatten``, torch 2.13-2.14)."""
     return mesh._flatten(name)
+
+
+_process = os.getpid()  # for which the pool of operators' threads was made
+
+
+def rebuild_thread_pool() -> None:
+    """In a process that was forked, let this thread make a new pool for operators; nothing in other processes.
+
+    A fork takes no threads along, so torch gives the pool up in the child, and the next caller of
+    ``at::set_num_threads`` makes another (``pthreadpool()``). Each new thread is such a caller in its first operator,
+    with the number of threads that was set before the fork, and nothing keeps two of them apart: the threads that
+    autograd starts together found no pool at all, about once in ten forks ("Invalid thread pool!", torch 2.13-2.14).
+    """
+    global _process
+    if _process != os.getpid():
+        torch.set_num_threads(torch.get_num_threads())
+        _process = os.getpid()
 
 
 def start_autograd() -> None:

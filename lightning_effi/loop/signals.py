@@ -63,7 +63,7 @@ class DeferredSignals:
             # moved on already.
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
             callbacks.append(after_batch := _AfterBatch(self.after_batch))
-            undo.push(partial(callbacks.remove, after_batch))
+            undo.push(partial(callbacks.remove, after_batch), "a callback behind all others")
 
     def before_evaluation_batch(self) -> None:
         """Where any rank was sent SIGTERM, let the evaluation inside of a fit end on all of them after this batch."""

@@ -30,7 +30,7 @@ def run_eagerly(module: nn.Module, undo: Undo, reason: str) -> bool:
         return False
     eagerly = ExitStack()
     eagerly.enter_context(torch.compiler.set_stance("force_eager"))
-    undo.push(eagerly.close)
+    undo.push(eagerly.close, "torch.compiler.set_stance")
     compiled = [name or type(module).__name__ for name, m in module.named_modules() if torch_compat.is_compiled(m)]
     if compiled:
         more = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""

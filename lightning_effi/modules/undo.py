@@ -1,14 +1,26 @@
-"""Taking changes back, the last one first, whatever becomes of the run that made them."""
+"""Taking changes back, the last one first, whatever becomes of the run that made them.
+
+At level DEBUG the logger ``lightning_effi`` lists each change when it is made and when it is taken back.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+_logger = logging.getLogger("lightning_effi")
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class _Step:
     run: Callable[[], object]
+    change: str
     collective: bool
 
 
@@ -26,14 +38,18 @@ class Undo:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def push(self, step: Callable[[], object], *, collective: bool = False) -> None:
+    def push(self, step: Callable[[], object], change: str = "", *, collective: bool = False) -> None:
         """Note how the change just made is taken back.
 
         Args:
             step: takes the change back.
+            change: what was changed, for the list of changes; else they are listed by the name of ``step``.
             collective: whether it talks to other ranks.
         """
-        self._steps.append(_Step(step, collective))
+        self._steps.append(_Step(step, change or _name(step), collective))
+        if _logger.isEnabledFor(logging.DEBUG):
+            end = "a good run" if collective else "the run, also after an error"
+            _logger.debug("change: %s; by %s, until the end of %s", self._steps[-1].change, _caller(), end)
 
     def run(self, *, collective: bool = True) -> None:
         """Run all steps in reverse order, each once, and forget them.
@@ -48,12 +64,26 @@ class Undo:
         while self._steps:
             step = self._steps.pop()
             if step.collective and not collective:
+                _logger.debug("left, since other ranks are gone: %s", step.change)
                 continue
             try:
                 step.run()
+                _logger.debug("taken back: %s", step.change)
             except Exception as error:
                 errors.append(error)
         if errors:
             for further in errors[1:]:
                 errors[0].add_note(f"lightning_effi: while changes were taken back, also {further!r}")
             raise errors[0]
+
+
+def _name(step: Callable[[], object]) -> str:
+    inner: Any = step.func if isinstance(step, partial) else step
+    return str(getattr(inner, "__qualname__", type(inner).__name__))
+
+
+def _caller() -> str:
+    """File and line, within the package, of who pushed a step."""
+    frame = sys._getframe(2)
+    path = Path(frame.f_code.co_filename)
+    return f"{path.relative_to(_PACKAGE) if path.is_relative_to(_PACKAGE) else path.name}:{frame.f_lineno}"

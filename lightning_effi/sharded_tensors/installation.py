@@ -34,11 +34,15 @@ def install(mesh: DeviceMesh) -> Callable[[], None]:
     """
     root = dtensor_compat.root_of(mesh)
     if not _running:
-        _undo.push(dtensor_compat.functions_of_dtensors(_function))
-        _undo.push(dtensor_compat.operators_of_dtensors(_read, [torch.ops.aten._local_scalar_dense.default]))
-        _undo.push(dtensor_compat.operators_of_dtensors(_collective, dtensor_compat.collective_operators()))
-        _undo.push(dtensor_compat.logged_values_through(_logged))
-        _undo.push(dtensor_compat.quiet_sequential_gathers())
+        _undo.push(dtensor_compat.functions_of_dtensors(_function), "DTensor.__torch_function__")
+        read = dtensor_compat.operators_of_dtensors(_read, [torch.ops.aten._local_scalar_dense.default])
+        _undo.push(read, "how DTensor's dispatcher reads a scalar")
+        collectives = dtensor_compat.operators_of_dtensors(_collective, dtensor_compat.collective_operators())
+        _undo.push(collectives, "how DTensor's dispatcher carries out collectives")
+        _undo.push(dtensor_compat.logged_values_through(_logged), "update of Lightning's _ResultMetric")
+        _undo.push(
+            dtensor_compat.quiet_sequential_gathers(), "a filter on the logger torch.distributed.tensor._redistribute"
+        )
     _running.append(root)
     pending = [root]
 

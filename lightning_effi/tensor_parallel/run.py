@@ -72,9 +72,10 @@ class TensorRun:
         broadcast_states([*module.parameters(), *module.buffers()], dist.group.WORLD)
         agree_on_randomness(context.groups.tensor.control, context.data_parallel_rank)
         lightning_compat.metrics_in_group(module, context.groups.data.device)
-        undo.push(partial(lightning_compat.metrics_everywhere, module))
+        undo.push(partial(lightning_compat.metrics_everywhere, module), "dist_sync_fn of the module's metrics")
         # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
-        undo.push(partial(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()))
+        before = torch.backends.mha.get_fastpath_enabled()
+        undo.push(partial(torch.backends.mha.set_fastpath_enabled, before), "torch.backends.mha.set_fastpath_enabled")
         torch.backends.mha.set_fastpath_enabled(False)
         run_eagerly(module, undo, "tensor parallelism")
         self.is_pending = True
