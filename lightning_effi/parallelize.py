@@ -245,8 +245,10 @@ def _detached(
     exchanged = shards(layout, context.config.zero_stage, context.precision.compute)
     held = optimizers if exchanged or layout.tensor > 1 or layout.pipeline > 1 else ()
     detached = DetachedOptimizers(held, module)
-    yield detached
-    detached.attach(module)
+    try:
+        yield detached
+    finally:
+        detached.attach(module)  # after an error as well, whatever the module is by then
 
 
 def _plan_sharding(context: RunContext, module: pl.LightningModule, stages: StageParameters | None) -> ShardingPlan:

@@ -64,17 +64,12 @@ class DetachedOptimizers:
         self._states: list[tuple[Any, dict[str, dict[str, Any]]]] = []
         optimizers = list(optimizers)
         seen: set[int] = set()
+        _refuse_foreign(optimizers, module, names)
         for optimizer in _with_inner(optimizers):
             for group in optimizer.param_groups:
                 if id(group) in seen:  # wrappers such as Lookahead share the groups of the optimizer inside
                     continue
                 seen.add(id(group))
-                foreign = [p for p in group["params"] if id(p) not in names]
-                if foreign:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(foreign[0].shape)} that is not"
-                        f" one of {type(module).__name__}'s; only the module's own parameters can be sharded"
-                    )
                 self._groups.append((group, [names[id(p)] for p in group["params"]]))
                 group["params"] = []
             if id(optimizer.state) not in seen:
@@ -104,6 +99,17 @@ class DetachedOptimizers:
             for name, entries in by_name.items():
                 parameter = parameters[name]
                 state[parameter] = {key: shard_like(value, parameter) for key, value in entries.items()}
+
+
+def _refuse_foreign(optimizers: Iterable[Optimizer], module: nn.Module, names: Container[int]) -> None:
+    """Before any optimizer is emptied."""
+    for optimizer in _with_inner(optimizers):
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+        if foreign:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(foreign[0].shape)} that is not"
+                f" one of {type(module).__name__}'s; only the module's own parameters can be sharded"
+            )
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
