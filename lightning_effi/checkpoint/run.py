@@ -100,6 +100,8 @@ class RunCheckpoint:
         """``full``: everything on rank zero. ``sharded``: each rank's own part. All ranks must call this."""
         if after_error:
             _meet(held)
+        elif held.stages is not None or (held.engine is not None and held.engine.is_sharded):
+            dist.barrier(held.control_group)  # whoever comes alone stays here, in no message that others take part in
         held.settle()
         return held.module.state_dict() if self._is_sharded else self._gathered(held)
 

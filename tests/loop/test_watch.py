@@ -68,9 +68,10 @@ def fit_until_it_ends(fault: str, strategy: dict[str, Any]) -> tuple[int, str]:
         ("norm", ".grad.norm().item()", {"zero_stage": 2}),
         ("skipped blocks", "x = block(x)", {"zero_stage": 3}),
         pytest.param("norm", ".grad.norm().item()", {"tensor_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param("state", ".lightning_module_state_dict()", {"zero_stage": 3}, marks=pytest.mark.full),
         pytest.param("state", ".lightning_module_state_dict()", {"pipeline_parallel_size": 2}, marks=pytest.mark.full),
     ],
-    ids=["norm-zero2", "skipped-zero3", "norm-tp2", "state-pp2"],
+    ids=["norm-zero2", "skipped-zero3", "norm-tp2", "state-zero3", "state-pp2"],
 )
 def test_wait_of_one_rank_alone_is_an_error_with_its_line_on_all_ranks(
     fault: str, line: str, strategy: dict[str, Any]
