@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.gradients.clipping import norm_of_each
+from lightning_effi.sharded_tensors.names import asks_no_values
 from lightning_effi.sharded_tensors.stale_parameters import EarlierParameter, resolved
 
 _GRAD: Any = Tensor.grad
@@ -77,6 +78,8 @@ class ReadableShards(TorchFunctionMode):
             return func(
                 [dtensor_compat.local_tensor(tensor) for tensor in args[0]], *_whole_scalars(args[1:]), **kwargs
             )
+        elif not types or asks_no_values(func):  # plain tensors, or nothing that they could meet in
+            pass
         elif _meet(tensors := list(_tensors((args, kwargs)))) and all(t.dim() == 0 for t in tensors if _mesh(t)):
             args, kwargs = _whole_scalars(args), _whole_scalars(kwargs)
         return func(*args, **kwargs)

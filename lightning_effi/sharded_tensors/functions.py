@@ -59,6 +59,8 @@ def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return func(*whole(args), **whole(kwargs))
     if torch_compat.in_backward():
         return func(*args, **kwargs)
+    if owner is Tensor.grad and name == "__get__":
+        return settled(func(*args))
     if name == "__set__":
         return _SETTERS.get(owner, _set)(func, *args)
     if func is Tensor.register_hook and args[0].is_leaf:

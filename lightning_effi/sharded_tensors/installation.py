@@ -17,11 +17,14 @@ from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.modules.undo import Undo
 from lightning_effi.sharded_tensors.collectives import collective
 from lightning_effi.sharded_tensors.functions import run, write_values
+from lightning_effi.sharded_tensors.names import asks_no_values
 from lightning_effi.sharded_tensors.wholes import is_sharded_tensor, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# Told apart before the general way through nested arguments, since this is asked of every function of a step.
+_WITHOUT_TENSORS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _running: list[DeviceMesh] = []
 _undo = Undo()
 
@@ -57,14 +60,25 @@ def install(mesh: DeviceMesh) -> Callable[[], None]:
 
 def is_ours(*values: Any) -> bool:
     """Whether there are DTensors of a running strategy among these arguments."""
-    # meshes are compared by value: DTensor caches layouts, and hands out a mesh of an earlier run that is equal
-    return any(
-        dtensor_compat.root_of(leaf.device_mesh) in _running for leaf in tree_leaves(values) if is_sharded_tensor(leaf)
-    )
+    return any(_is_ours(value) for value in values)
+
+
+def _is_ours(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        # meshes are compared by value: DTensor caches layouts, and hands out a mesh of an earlier run that is equal
+        return is_sharded_tensor(value) and dtensor_compat.root_of(value.device_mesh) in _running
+    if type(value) in (tuple, list):
+        return any(_is_ours(item) for item in value)
+    if type(value) in _WITHOUT_TENSORS:
+        return False
+    leaves = tree_leaves(value)
+    return not any(leaf is value for leaf in leaves) and any(_is_ours(leaf) for leaf in leaves)
 
 
 def _function(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return run(func, args, kwargs) if is_ours(args, kwargs) else func(*args, **kwargs)
+    if asks_no_values(func) or not is_ours(args, kwargs):
+        return func(*args, **kwargs)
+    return run(func, args, kwargs)
 
 
 def _read(operator: Any, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_effi.sharded_tensors.names import is_in_place, needs_whole
+from lightning_effi.sharded_tensors.names import asks_no_values, is_in_place, needs_whole
 from lightning_effi.sharded_tensors.stale_parameters import EarlierParameter, resolved
 
 
@@ -31,9 +31,9 @@ class WholeWhereMixed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
 
-        if is_in_place(
-            getattr(func, "__name__", "")
-        ):  # into a full copy that nobody keeps; torch's own refusal is better
+        # Without ``types`` all are plain tensors. In place it would be into a full copy that nobody keeps: torch's own
+        # refusal is better.
+        if not types or asks_no_values(func) or is_in_place(getattr(func, "__name__", "")):
             return func(*args, **(kwargs or {}))
         if EarlierParameter in types:
             args, kwargs = resolved(args, kwargs or {})

@@ -37,6 +37,16 @@ READS = frozenset(
 NO_VALUES = frozenset(
     {"backward", "__deepcopy__", "__reduce_ex__", "__setstate__", "requires_grad_", "retain_grad", "__hash__"}
 )
+# What is asked of a tensor without a look at its values. ``__get__`` is the name of every property's function.
+_PROPERTIES = frozenset(
+    {
+        *"shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse".split(),  # noqa: SIM905
+        *"_backward_hooks _post_accumulate_grad_hooks output_nr retains_grad".split(),  # noqa: SIM905
+    }
+)
+_MEASURES = frozenset(
+    {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex"}
+)
 # Python's augmented assignments, as far as torch or Python know them. Not everything that begins with ``__i`` is one:
 # ``__invert__``, ``__int__``, ``__index__`` and ``__iter__`` write nothing.
 _AUGMENTED = frozenset(
@@ -47,6 +57,14 @@ _AUGMENTED = frozenset(
 _FLAGS = frozenset({"requires_grad_", "share_memory_"})
 
 _LOSSES = frozenset({"binary_cross_entropy_with_logits", "kl_div"})  # of torch itself
+
+
+def asks_no_values(func: Callable[..., Any]) -> bool:
+    """Whether this function only tells what kind of tensor its argument is; such are called often."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _PROPERTIES
+    return name in _MEASURES
 
 
 def is_in_place(name: str) -> bool:

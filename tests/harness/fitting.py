@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from tests.harness import full_parameters, full_tensor, make_trainer, run_distributed, run_isolated
+from tests.harness import make_trainer, run_distributed, run_isolated
 from tests.harness.parity import assert_tensors_close
+from tests.harness.pieces import assemble, piece_of
 
 ALL_STAGES = pytest.mark.parametrize("zero_stage", [0, 1, 2, 3], ids=lambda stage: f"zero{stage}")
 SHARDED_STAGES = pytest.mark.parametrize("zero_stage", [1, 2, 3], ids=lambda stage: f"zero{stage}")
@@ -58,16 +59,16 @@ class Outcome:
     """What one rank saw.
 
     Attributes:
-        parameters: Full parameters by name: before training, then after each batch.
-        gradients: By optimizer step: full gradients of that optimizer's parameters, before clipping; absent ones are
-            left out.
+        parameters: Parameters by name: before training, then after each batch. Pieces until :func:`whole`.
+        gradients: By optimizer step: gradients of that optimizer's parameters, before clipping; absent ones are left
+            out. Pieces until :func:`whole`.
         logged: ``trainer.callback_metrics`` after training.
         global_step: ``trainer.global_step`` after training.
         observations: ``observation`` of each callback.
     """
 
-    parameters: list[dict[str, Tensor]] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: list[dict[str, Any]] = field(default_factory=list)
+    gradients: list[dict[str, Any]] = field(default_factory=list)
     logged: dict[str, float] = field(default_factory=dict)
     global_step: int = 0
     observations: list[Any] = field(default_factory=list)
@@ -81,8 +82,22 @@ def rows_of_rank(batch: Any, rank: int, world_size: int) -> Any:
 def fit(run: Fit) -> list[Outcome]:
     """Run it and return what each rank saw."""
     if run.strategy is None:
-        return [run_isolated(_fit, run, timeout=run.timeout)]
-    return run_distributed(_fit, run.world_size, run, timeout=run.timeout)
+        return whole([run_isolated(_fit, run, timeout=run.timeout)])
+    return whole(run_distributed(_fit, run.world_size, run, timeout=run.timeout))
+
+
+def whole(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes of all ranks, with whole tensors instead of pieces.
+
+    Raises:
+        AssertionError: Something is held by no rank, or differently by two.
+    """
+    tensors: dict[str, list[dict[str, Tensor]]] = {}
+    for what in ("parameters", "gradients"):
+        by_rank = [getattr(outcome, what) for outcome in outcomes]
+        assert len({len(records) for records in by_rank}) == 1, f"ranks saw {what} at other times"
+        tensors[what] = [assemble(held, f"{what}, record {i}") for i, held in enumerate(zip(*by_rank, strict=True))]
+    return [replace(outcome, **tensors) for outcome in outcomes]
 
 
 _references: dict[bytes, Outcome] = {}
@@ -120,7 +135,7 @@ class _Watch(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.outcome.parameters.append(full_parameters(pl_module))
+        self._record_parameters(pl_module)
 
     @override
     def on_before_optimizer_step(
@@ -129,7 +144,7 @@ class _Watch(pl.Callback):
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.outcome.gradients.append(
             {
-                name: full_tensor(parameter.grad)
+                name: piece_of(parameter.grad)
                 for name, parameter in pl_module.named_parameters()
                 if id(parameter) in own and parameter.grad is not None
             }
@@ -137,12 +152,15 @@ class _Watch(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.outcome.parameters.append(full_parameters(pl_module))
+        self._record_parameters(pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.outcome.logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
         self.outcome.global_step = trainer.global_step
+
+    def _record_parameters(self, module: pl.LightningModule) -> None:
+        self.outcome.parameters.append({name: piece_of(parameter) for name, parameter in module.named_parameters()})
 
 
 def make_fit(run: Fit) -> tuple[pl.Trainer, pl.LightningModule, DataLoader[Any], DataLoader[Any] | None, _Watch]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -32,14 +34,19 @@ class Piece:
 
 def piece_of(tensor: Tensor) -> Piece:
     """What this rank holds of ``tensor``, copied."""
-    shape = tuple(tensor.shape)
-    offset: tuple[int, ...] = (0,) * len(shape)
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        assert not any(placement.is_partial() for placement in tensor.placements), "a sum that was never reduced"
-        _, offset = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-        tensor = tensor.to_local()
-    return Piece(tensor.cpu().clone(), offset, shape)
+    with torch._C.DisableTorchFunction():  # what a run lets DTensor do is neither used nor paid for here
+        shape = tuple(tensor.shape)
+        offset: tuple[int, ...] = (0,) * len(shape)
+        if isinstance(tensor, DTensor):
+            assert not any(placement.is_partial() for placement in tensor.placements), "a sum that was never reduced"
+            offset = _offset(shape, tensor.device_mesh, tuple(tensor.placements))
+            tensor = tensor._local_tensor
+        return Piece(tensor.detach().cpu().clone(), offset, shape)
+
+
+@cache
+def _offset(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    return tuple(compute_local_shape_and_global_offset(shape, mesh, placements)[1])
 
 
 def assemble(held: Sequence[Mapping[str, Piece]], what: str) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.harness import run_distributed, run_isolated
-from tests.harness.fitting import BOUND, Fit, Outcome, make_fit
+from tests.harness.fitting import BOUND, Fit, Outcome, make_fit, whole
 from tests.harness.parity import assert_tensors_close
 
 Runs = Mapping[str, Fit]
@@ -26,7 +26,7 @@ def fit_several(runs: Runs) -> dict[str, list[Outcome]]:
     """What each rank saw, by the run's name. All runs are distributed, and have the same ``world_size``."""
     [world_size] = {run.world_size for run in runs.values()}
     by_rank = run_distributed(_fit_each, world_size, dict(runs), timeout=60.0)
-    return {name: [outcomes[name] for outcomes in by_rank] for name in runs}
+    return {name: whole([outcomes[name] for outcomes in by_rank]) for name in runs}
 
 
 _references: dict[bytes, dict[str, Outcome]] = {}
@@ -37,7 +37,8 @@ def single_processes(runs: Runs) -> dict[str, Outcome]:
     references = {name: replace(run, strategy=None, world_size=1) for name, run in runs.items()}
     key = pickle.dumps(references)
     if key not in _references:
-        _references[key] = run_isolated(_fit_each, references, timeout=60.0)
+        alone = run_isolated(_fit_each, references, timeout=60.0)
+        _references[key] = {name: whole([outcome])[0] for name, outcome in alone.items()}
     return _references[key]
 
 

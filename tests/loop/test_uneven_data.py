@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.harness import run_distributed
-from tests.harness.fitting import Fit, Outcome, make_fit, rows_of_rank, single_process
+from tests.harness.fitting import Fit, Outcome, make_fit, rows_of_rank, single_process, whole
 from tests.harness.parity import assert_tensors_close
 from tests.models.gpt import CONTEXT, GPT, VOCABULARY
 
@@ -63,7 +63,7 @@ def test_ranks_with_unequal_numbers_of_batches_stop_at_the_shortest(zero_stage: 
         trainer={"val_check_interval": 2, "max_epochs": 2},
     )
     expected = single_process(run)
-    for outcome in run_distributed(fit_with_more_data_on_rank_0, 2, run, streams):
+    for outcome in whole(run_distributed(fit_with_more_data_on_rank_0, 2, run, streams)):
         assert outcome.global_step == expected.global_step == 2 * SHORT
         assert_tensors_close("final parameters", outcome.parameters[-1], expected.parameters[-1], 1e-9)
         assert outcome.logged["val_loss"] == pytest.approx(expected.logged["val_loss"], rel=1e-7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -119,19 +118,9 @@ def outcomes() -> dict[str, list[Outcome]]:
     return fit_several(runs())
 
 
-def assert_equal(found: list[Outcome], expected: Outcome) -> None:
-    """Every rank has the right values of what it holds (a stage: its part), all together of all."""
-    for outcome in found:
-        held = outcome.parameters[-1].keys()
-        parameters, gradients = ([{name: t for name, t in step.items() if name in held} for step in steps]
-                                 for steps in (expected.parameters, expected.gradients))  # fmt: skip
-        assert_outcomes_equal([outcome], replace(expected, parameters=parameters, gradients=gradients))
-    assert {name for outcome in found for name in outcome.parameters[-1]} == expected.parameters[0].keys()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_may_share_modules_without_parameters(layout: str) -> None:
-    assert_equal(outcomes()[layout], single_processes(runs())[layout])
+    assert_outcomes_equal(outcomes()[layout], single_processes(runs())[layout])
 
 
 @pytest.mark.parametrize(
@@ -146,4 +135,4 @@ def test_blocks_that_share_such_modules_are_in_the_plan(layout: str, claim: str)
 def test_in_other_containers(settings: dict[str, str]) -> None:
     found, expected = fit_several(runs(**settings)), single_processes(runs(**settings))
     for layout in LAYOUTS:
-        assert_equal(found[layout], expected[layout])
+        assert_outcomes_equal(found[layout], expected[layout])
