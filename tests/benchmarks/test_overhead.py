@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import main as benchmarks
 from benchmarks.model import Size
 from benchmarks.overhead import main, parse_arguments, variants_for
 from benchmarks.statistics import block_medians, median_interval, paired_ratios
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("overhead")
-    command = [sys.executable, "-m", "benchmarks", "overhead", "--quick", "--output", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert benchmarks(["overhead", "--quick", "--output", str(folder)]) == 0
     text = (folder / "overhead.txt").read_text()
-    assert text.strip() in done.stdout
+    assert text.strip() in printed.getvalue()
     return {"json": json.loads((folder / "overhead.json").read_text()), "text": text}
 
 

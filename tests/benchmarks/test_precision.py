@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import main as benchmarks
 from benchmarks.precision import PRECISIONS, main
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_report_has_ratios_of_time_and_memory_for_each_precision(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "precision", "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+def test_report_has_ratios_of_time_and_memory_for_each_precision(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert benchmarks(["precision", "--quick", "--output", str(tmp_path)]) == 0
     text = (tmp_path / "precision.txt").read_text()
-    assert text.strip() in done.stdout
+    assert text.strip() in capsys.readouterr().out
     payload = json.loads((tmp_path / "precision.json").read_text())
     assert payload["benchmark"] == "precision"
     assert [row["name"] for row in payload["variants"]] == ["32-true", "16-mixed"]

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -52,7 +53,13 @@ def _write_script(path: Path, text: str) -> None:
 
 
 def run_command(
-    command: list[str], folder: Path, *, text: str | None = None, timeout: float = 240, warm: bool = True
+    command: list[str],
+    folder: Path,
+    *,
+    text: str | None = None,
+    timeout: float = 240,
+    warm: bool = True,
+    before: Sequence[Path] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` in ``folder`` with this environment's scripts and the repository importable.
 
@@ -61,6 +68,7 @@ def run_command(
         folder: Working directory.
         text: Standard input; empty if left out.
         timeout: Seconds after which the command and every process it started are killed.
+        before: Folders of modules that hide those of the repository.
         warm: Whether Python may have imported Lightning already, which looks at the interpreter when it is imported.
 
     Raises:
@@ -69,7 +77,7 @@ def run_command(
     scripts = [_warm_scripts(), SCRIPTS] if warm else [SCRIPTS]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(map(str, [*before, ROOT])),
         "PATH": os.pathsep.join([*map(str, scripts), os.environ["PATH"]]),
         "OMP_NUM_THREADS": "1",
     }

@@ -13,15 +13,21 @@ it. Blocks are run like this:
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.cli.process import ROOT, run_command
+from tests.cli.process import ROOT
+from tests.cli.process import run_command as run_command_anywhere
 from tests.docs.blocks import Block, read_blocks
 
 # docs/decisions.md reports experiments; its blocks are excerpts.
 DOCUMENTS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "decisions.md")]
+
+
+# The examples on less text, which the whole documents train on a dozen times.
+run_command = partial(run_command_anywhere, before=[Path(__file__).parent / "small"])
 
 
 def run_block(block: Block, folder: Path) -> None:

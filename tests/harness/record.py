@@ -62,9 +62,10 @@ class RankRecord:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor; a collective if it is sharded, so to be called by all ranks in the same order."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.detach().cpu().clone()
+    with torch._C.DisableTorchFunction():  # what a run lets DTensor do is neither used nor paid for here
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return tensor.detach().cpu().clone()
 
 
 def full_parameters(module: pl.LightningModule) -> Tensors:
