@@ -48,7 +48,7 @@ def test_penalty_on_all_parameters() -> None:
 
 @pytest.mark.parametrize(
     ("module", "accumulate"),
-    [(SumLoss, 1), (GPT, 3), (SumLoss, 3), pytest.param(GPT, 1, marks=pytest.mark.full)],
+    [(SumLoss, 3), *(pytest.param(*case, marks=pytest.mark.full) for case in [(SumLoss, 1), (GPT, 3), (GPT, 1)])],
 )
 def test_mean_and_sum_losses_over_windows(module: type[GPT], accumulate: int) -> None:
     train_and_assert_parity(pipelined(module, accumulate=accumulate, learning_rate=0.1))
@@ -90,7 +90,7 @@ def shrinking(count: int) -> list[Tensor]:
     return [batch[: sizes[i % 3][0], : sizes[i % 3][1]] for i, batch in enumerate(batches(count, rows=6))]
 
 
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_rows_and_lengths_that_change_from_batch_to_batch(stages: int) -> None:
     train_and_assert_parity(pipelined(GPT, shrinking, stages, steps=6))
 
