@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.harness import WorkerError, full_parameters
-from tests.harness.fitting import ALL_STAGES, BOUND, Fit, Outcome, fit, single_process
+from tests.harness.fitting import BOUND, STAGES_OF_WINDOWS, Fit, Outcome, fit, single_process
 from tests.harness.parity import assert_tensors_close
 from tests.harness.several_fits import assert_outcomes_equal, fit_several, single_processes
 from tests.models.gpt import GPT, batches
@@ -77,13 +77,13 @@ def outcomes(zero_stage: int) -> dict[str, list[Outcome]]:
     return fit_several(runs(zero_stage))
 
 
-@ALL_STAGES
+@STAGES_OF_WINDOWS
 def test_a_short_last_window_equals_stock_lightning(zero_stage: int) -> None:
     expected = single_processes(runs(zero_stage))["stock"]
     assert_outcomes_equal(outcomes(zero_stage)["stock"], expected)
 
 
-@ALL_STAGES
+@STAGES_OF_WINDOWS
 def test_schedulers_and_global_step_count_windows_not_batches(zero_stage: int) -> None:
     steps = EPOCHS * -(-SHORT // WINDOW)
     for outcome in outcomes(zero_stage)["stock"]:
@@ -92,7 +92,7 @@ def test_schedulers_and_global_step_count_windows_not_batches(zero_stage: int) -
         assert observed == [(k, pytest.approx(0.5 / (1 + 0.1 * k))) for k in range(steps)]
 
 
-@ALL_STAGES
+@STAGES_OF_WINDOWS
 def test_exact_accumulation_is_the_mean_over_the_batches_really_in_the_window(zero_stage: int) -> None:
     assert_equals_mean_over_window(outcomes(zero_stage)["exact"])
 

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import pytest
 
-from tests.harness.fitting import ALL_STAGES, Fit, Outcome
+from tests.harness.fitting import STAGES_OF_WINDOWS, Fit, Outcome
 from tests.harness.several_fits import assert_outcomes_equal, fit_several, single_processes
 from tests.models.gpt import GPT, batches
 
@@ -35,7 +35,7 @@ def outcomes(zero_stage: int) -> dict[str, list[Outcome]]:
     return fit_several(runs(zero_stage))
 
 
-@ALL_STAGES
+@STAGES_OF_WINDOWS
 @pytest.mark.parametrize("precision", BOUNDS)
 @pytest.mark.parametrize("accumulate", [1, 4], ids=lambda count: f"accumulate{count}")
 def test_three_steps_equal_single_process(zero_stage: int, precision: str, accumulate: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from tests.harness import run_distributed
 from tests.lightning.classifier import Classifier, ClassifierData, dataset
 from tests.lightning.sides import (
-    STAGES,
+    EACH_STAGE,
     Strategy,
     assert_same_as_single_process,
     barrier,
@@ -83,7 +83,7 @@ def fit_again_after_an_error(strategy: Strategy) -> dict[str, Any]:
     return {"step": trainer.global_step, "metrics": metrics(trainer), "weights": weights(module)}
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@EACH_STAGE
 def test_the_same_trainer_goes_on_after_an_error(zero_stage: int) -> None:
     assert assert_same_as_single_process(fit_again_after_an_error, zero_stage)[0]["step"] > 1
 

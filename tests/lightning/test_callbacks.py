@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from tests.lightning.classifier import Classifier, ClassifierData, Schedule, dataset
 from tests.lightning.sides import (
-    STAGES,
+    EACH_STAGE,
     Strategy,
     assert_same_as_ddp,
     assert_same_as_single_process,
@@ -56,7 +56,7 @@ def keep_the_best(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@EACH_STAGE
 def test_model_checkpoint_keeps_the_same_best_and_last_files(zero_stage: int) -> None:
     observed = assert_same_as_single_process(keep_the_best, zero_stage)
     assert observed[0]["files"] == observed[1]["files"]

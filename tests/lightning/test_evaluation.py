@@ -10,7 +10,7 @@ import torch
 from tests.harness import run_distributed
 from tests.lightning.classifier import ClassifierData, dataset
 from tests.lightning.sides import (
-    STAGES,
+    EACH_STAGE,
     Strategy,
     assert_same_as_single_process,
     classifier,
@@ -37,7 +37,7 @@ def evaluate_all_around(strategy: Strategy) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@EACH_STAGE
 def test_one_trainer_evaluates_and_goes_on_training(zero_stage: int) -> None:
     observed = assert_same_as_single_process(evaluate_all_around, zero_stage)[0]
     assert observed["step"] == 8

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.harness import WorkerError, run_distributed
 from tests.lightning.classifier import FEATURES, Classifier, ClassifierData
 from tests.lightning.sides import (
-    STAGES,
+    EACH_STAGE,
     Strategy,
     assert_same_as_ddp,
     assert_same_as_single_process,
@@ -63,7 +63,7 @@ def fit_batch_norm(strategy: Strategy, synchronize: bool) -> dict[str, Any]:
     return {"metrics": metrics(trainer), "weights": weights(module)}
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@EACH_STAGE
 def test_batch_norm_without_synchronisation_is_that_of_stock_ddp(zero_stage: int) -> None:
     assert_same_as_ddp(fit_batch_norm, zero_stage, False)
 
@@ -124,7 +124,7 @@ def start_without_values(zero_stage: int) -> dict[str, Any]:
     return {"meta": on_meta, "test": tested["test_loss"], "expected": expected["test_loss"], "weights": weights(empty)}
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
+@EACH_STAGE
 def test_a_module_without_values_is_filled_by_the_checkpoint(zero_stage: int) -> None:
     for observed in run_distributed(start_without_values, 2, zero_stage):
         assert observed["meta"]

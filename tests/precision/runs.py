@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4": (4, {"pipeline_parallel_size": 4}),
     "tp4": (4, {"tensor_parallel_size": 4}),
 }
-ON_TWO = ("zero0", "zero1", "zero2", "zero3", "tp2", "pp2")
+ON_TWO = ("zero0", "zero2", "zero3", "tp2", "pp2")
 
 Trainings = Mapping[str, Training]
 

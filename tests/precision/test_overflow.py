@@ -70,7 +70,7 @@ def fit_for_each_victim(strategy: dict[str, Any]) -> dict[str, Any]:
         "zero3",
         "tp2",
         "pp2",
-        "dp2-tp2",
+        pytest.param("dp2-tp2", marks=pytest.mark.full),
         pytest.param("zero1", marks=pytest.mark.full),
         pytest.param("zero2", marks=pytest.mark.full),
         pytest.param("dp2-pp2", marks=pytest.mark.full),

@@ -68,7 +68,7 @@ def test_modules_in_fp32_and_bounded_blocks_fit_every_layout(layout: str) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ON_TWO])
 @pytest.mark.parametrize("model", ["gpt-tied", "gpt2", "bert"])
-def test_gradients_norms_and_clipped_steps_equal_fp32_on_four_ranks(layout: str, model: str) -> None:
+def test_gradients_norms_and_clipped_steps_equal_fp32_under_other_layouts(layout: str, model: str) -> None:
     runs = trainings((layout,), model, EffiPrecision("16-mixed", init_scale=4096.0))
     ours, theirs = run_all(runs), references(runs)
     for name, record in ours.items():
