@@ -66,7 +66,8 @@ def is_ours(*values: Any) -> bool:
 def _is_ours(value: Any) -> bool:
     if isinstance(value, Tensor):
         # meshes are compared by value: DTensor caches layouts, and hands out a mesh of an earlier run that is equal
-        return is_sharded_tensor(value) and dtensor_compat.root_of(value.device_mesh) in _running
+        mesh = value.device_mesh if is_sharded_tensor(value) else None  # type: ignore[attr-defined]
+        return mesh is not None and dtensor_compat.root_of(mesh) in _running
     if type(value) in (tuple, list):
         return any(_is_ours(item) for item in value)
     if type(value) in _WITHOUT_TENSORS:
