@@ -14,7 +14,12 @@ from lightning_effi.comm.agreement import Agreement
 from lightning_effi.context import RunContext
 from lightning_effi.data_parallel.engine import Engine
 from lightning_effi.data_parallel.plan import shards
-from lightning_effi.data_parallel.refuse import refuse_averaging_of_shards, refuse_pruning, refuse_unshardable
+from lightning_effi.data_parallel.refuse import (
+    refuse_averaging_of_shards,
+    refuse_compiled_for_plain,
+    refuse_pruning,
+    refuse_unshardable,
+)
 from lightning_effi.gradients.window import AccumulationWindow
 from lightning_effi.microbatches.retry import refuse_retry
 from lightning_effi.microbatches.sequential import SequentialRunner
@@ -207,6 +212,7 @@ def _refuse(context: RunContext, module: pl.LightningModule, optimizers: Sequenc
         refuse_pruning(trainer, f"tensor_parallel_size={layout.tensor}")
     if shards(layout, config.zero_stage, context.precision.compute):
         refuse_unshardable(optimizers, f"zero_stage={config.zero_stage}")
+        refuse_compiled_for_plain(optimizers, f"zero_stage={config.zero_stage}")
         refuse_averaging_of_shards(trainer, f"zero_stage={config.zero_stage}")
     if trainer.state.fn == TrainerFn.FITTING and _cuts_batches(context):
         refuse_uncuttable(module, config)

@@ -27,3 +27,8 @@ def clip_norm_replaced(optimizer: Any, norm: Callable[[], Tensor]) -> Iterator[N
         yield
     finally:
         del optimizer._get_clip_grad_norm
+
+
+def compiles_for_plain_tensors(optimizer: Any) -> bool:
+    """Whether this is ``timm.optim.Kron``, which compiles its products for parameters that are plain tensors."""
+    return any(kind.__module__ == "timm.optim.kron" for kind in type(optimizer).__mro__)

@@ -9,6 +9,8 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.optim import Optimizer
 
+from lightning_effi.compat import timm as timm_compat
+
 # Couples all parameters through dot products over flattened copies, or needs sparse gradients.
 _UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
@@ -20,6 +22,16 @@ def refuse_unshardable(optimizers: Iterable[Optimizer], setting: str) -> None:
             raise ValueError(
                 f"{setting} shards the parameters, and {type(optimizer).__name__} needs each of them whole. Use"
                 " zero_stage=0 and tensor_parallel_size=1, or another optimizer"
+            )
+
+
+def refuse_compiled_for_plain(optimizers: Iterable[Optimizer], setting: str) -> None:
+    """Raise ``ValueError`` for optimizers that compile products of plain parameters, which shards are not."""
+    for optimizer in optimizers:
+        if timm_compat.compiles_for_plain_tensors(optimizer):
+            raise ValueError(
+                f"{setting} shards the parameters, and {type(optimizer).__name__} compiles its products for plain"
+                " tensors. Use zero_stage=0, or another optimizer"
             )
 
 

@@ -292,7 +292,8 @@ def _write(func: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any
     base = target if lineage is None else lineage.base
     full = base.detach().full_tensor().clone()
     changed = full if lineage is None else lineage.view(full)
-    func(changed, *whole(args), **whole(kwargs))
+    if func(changed, *whole(args), **whole(kwargs)) is NotImplemented:
+        return NotImplemented
     if changed.shape != target.shape or full.shape != base.shape:
         raise ValueError(
             f"'{getattr(func, '__name__', 'a function')}' gives a sharded tensor of shape {tuple(target.shape)} another"

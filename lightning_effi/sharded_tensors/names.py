@@ -56,6 +56,9 @@ _AUGMENTED = frozenset(
 # They end like in-place functions, but leave values, shape and memory as they are.
 _FLAGS = frozenset({"requires_grad_", "share_memory_"})
 
+# DTensor takes the shifts for in-place operators, by the end of their names, and returns the first argument. In
+# squeeze_copy a rank that has one row loses that dim.
+_WRONG = frozenset({"__lshift__", "__rshift__", "squeeze_copy"})
 _LOSSES = frozenset({"binary_cross_entropy_with_logits", "kl_div"})  # of torch itself
 
 
@@ -92,6 +95,7 @@ def needs_whole(func: Callable[..., Any]) -> bool:
     return (
         name.endswith("_loss")
         or name in _LOSSES
+        or name in _WRONG
         or (name.startswith("linalg_") and not name.endswith("norm"))
         or _position(func, "reduction") is not None
     )

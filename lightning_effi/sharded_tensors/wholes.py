@@ -122,6 +122,7 @@ def agreed(full: Tensor, like: Any) -> Tensor:
     for dim, placement in enumerate(like.placements):
         group = like.device_mesh.get_group(dim)
         if not dtensor_compat.is_sharded(placement) and dist.get_world_size(group) > 1:
+            full = full.contiguous()  # into an expanded one gloo would write beyond its memory
             dist.broadcast(full, dist.get_global_rank(group, 0), group)
     return full
 
