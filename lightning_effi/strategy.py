@@ -496,6 +496,8 @@ class EffiStrategy(MeshStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self.watch is not None:
+            self.watch.note(exception)
         self._all_ranks_here = not self.explain(exception) and failed_together(self.board)
         if not self._all_ranks_here and not isinstance(exception, KeyboardInterrupt):
             end_other_processes(self.launcher)

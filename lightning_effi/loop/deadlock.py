@@ -24,7 +24,7 @@ class Standing(NamedTuple):
         members: by process group, its ranks.
         messages: that it has come to and that are not complete.
         awaits: the rank for whose message it waits.
-        place: the line of the user's code, or what is going on.
+        place: the line of the user's code, or what is going on; of a run that has ended, the error it ended in.
         has_ended: its run is over.
     """
 
@@ -104,6 +104,8 @@ def sentence(
 ) -> str:
     """What is said about ``ranks``, which :func:`deadlock` has found, by what they have done in the current batch."""
     places = "; ".join(f"rank {rank} {_doing(standings[rank])}" for rank in ranks)
+    if any(standing.has_ended and standing.place for standing in (standings[rank] for rank in ranks)):
+        return f"a rank has failed while others wait for it: {places}"
     ways = _parted(*(histories.get(rank, ()) for rank in ranks[:2]))
     parted = (
         ""
@@ -132,7 +134,7 @@ def _parted(mine: Sequence[Message], theirs: Sequence[Message]) -> tuple[Message
 
 def _doing(standing: Standing) -> str:
     if standing.has_ended:
-        return "has ended its run"
+        return f"has ended its run{standing.place}"
     if standing.awaits is not None:
         return f"waits for a message of rank {standing.awaits}{standing.place}"
     return f"waits in {standing.messages[0].operation}{standing.messages[0].place or standing.place}"

@@ -22,7 +22,7 @@ from lightning_effi.comm.waiting import awaited
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.loop.connections import connections, shut_down
 from lightning_effi.loop.deadlock import Standing, deadlock, sentence
-from lightning_effi.modules.user_code import frames_of, is_in_torch, line_in_a_run
+from lightning_effi.modules.user_code import frames_of, frames_of_traceback, is_in_torch, line_in_a_run
 
 Recorded = Sequence[tuple[torch_compat.Message, Sequence[torch_compat.Frame]]]
 
@@ -61,6 +61,7 @@ class Watch:
         self._standing: Standing | None = None
         self._suspected: Mapping[int, int] = {}  # beats of ranks that seemed to wait for each other
         self._woken_at: int | None = None
+        self._error = ""
         self._thread = threading.Thread(target=self._run, name="lightning_effi watch", daemon=True)
         self._thread.start()
 
@@ -69,8 +70,15 @@ class Watch:
         self._over.set()
         self._thread.join()
         entered = _entered(*torch_compat.recorded_messages(self._since, places=False))
-        ended = Standing(0, entered, {}, [], None, "", has_ended=True)
+        ended = Standing(0, entered, {}, [], None, self._error, has_ended=True)
+        self._board.write("connections", connections())  # the process may live on, and its connections with it
         self._board.write("standing", ended.noted())
+
+    def note(self, exception: BaseException) -> None:
+        """The run is about to end in ``exception``, which ranks that wait for this one are told."""
+        lines = str(exception).strip().splitlines()
+        place = line_in_a_run(reversed(frames_of_traceback(exception.__traceback__)))
+        self._error = f" in {type(exception).__name__}{f': {lines[0]}' if lines else ''}{place}"
 
     def explain(self, exception: BaseException) -> bool:
         """Say in ``exception`` what it came from, if it came from ranks that waited for each other.

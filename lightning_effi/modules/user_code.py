@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 Frame = tuple[str, int, str]  # file, line, function
 
@@ -53,6 +53,16 @@ def frames_of(frame: FrameType | None) -> Iterator[Frame]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
+
+
+def frames_of_traceback(traceback: TracebackType | None) -> list[Frame]:
+    """The functions that an exception went through, the outermost first."""
+    frames: list[Frame] = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        frames.append((code.co_filename, traceback.tb_lineno, code.co_name))
+        traceback = traceback.tb_next
+    return frames
 
 
 def _kind_of(path: str) -> str:

@@ -20,6 +20,10 @@ INTERVAL = 0.05
 SLOW = INTERVAL * 20  # far beyond the patience of the watch
 
 
+def refuse(module: nn.Module, args: Any) -> None:
+    raise LookupError("no such class")
+
+
 class Lonely(pl.LightningModule):
     """In the third batch, one rank does something alone; before that, one is slow."""
 
@@ -44,6 +48,10 @@ class Lonely(pl.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and self.global_rank == 0:
             time.sleep(SLOW)
+        if self.alone("error", 0):
+            self.blocks[0].register_forward_pre_hook(refuse)  # type: ignore[union-attr]
+        if self.alone("last stage", 1):
+            self.blocks[-1].register_forward_pre_hook(refuse)  # type: ignore[union-attr]
         if self.alone("state", 0):
             self.trainer.strategy.lightning_module_state_dict()
 
@@ -57,7 +65,7 @@ def fit_until_it_ends(fault: str, strategy: dict[str, Any]) -> tuple[int, str]:
     trainer = make_trainer(strategy, 2, max_steps=4)
     try:
         trainer.fit(Lonely(fault), DataLoader(torch.randn(64, 8), batch_size=4))
-    except RuntimeError as error:
+    except (RuntimeError, LookupError) as error:
         return trainer.global_step, str(error)
     return trainer.global_step, ""
 
@@ -81,6 +89,23 @@ def test_wait_of_one_rank_alone_is_an_error_with_its_line_on_all_ranks(
         assert "ranks wait for each other" in message
         assert line in message
         assert "test_watch.py" in message
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "strategy"),
+    [
+        ("last stage", 1, {"pipeline_parallel_size": 2}),
+        pytest.param("error", 0, {"pipeline_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param("error", 0, {"zero_stage": 3}, marks=pytest.mark.full),
+    ],
+    ids=["last-pp2", "first-pp2", "zero3"],
+)
+def test_an_error_of_one_rank_reaches_the_others_where_processes_live_on(
+    fault: str, rank: int, strategy: dict[str, Any]
+) -> None:
+    ended = [message for _, message in run_distributed(fit_until_it_ends, 2, fault, strategy)]
+    assert ended[rank] == "no such class"
+    assert f"rank {rank} has ended its run in LookupError: no such class (test_watch.py" in ended[1 - rank]
 
 
 # -- what contradicts --------------------------------------------------------------------------------------------------
