@@ -100,7 +100,9 @@ class Seen(pl.Callback):
 
 
 MODULES = [Manual, ClearsByModule, ClearsByBlock, ClearsToZero, Clips, DropsGradients, TwoBackwards, ClearsInHook]
-STAGES = pytest.mark.parametrize("zero_stage", [1, 3], ids=lambda stage: f"zero{stage}")
+STAGES = pytest.mark.parametrize(
+    "zero_stage", [pytest.param(1, marks=pytest.mark.full), 3], ids=lambda stage: f"zero{stage}"
+)
 
 
 def runs(zero_stage: int) -> dict[str, Fit]:

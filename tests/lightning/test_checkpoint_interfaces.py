@@ -147,8 +147,8 @@ def hooks_of_both(layout: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"zero_stage": 2},
-        pytest.param({"zero_stage": 3}, marks=pytest.mark.full),
+        pytest.param({"zero_stage": 2}, marks=pytest.mark.full),
+        {"zero_stage": 3},
         {"pipeline_parallel_size": 2, "microbatches": 2},
     ],
     ids=["zero2", "zero3", "pp2"],

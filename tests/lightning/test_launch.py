@@ -71,7 +71,7 @@ def train_alone() -> dict[str, Any]:
         pytest.param("popen", [], "_SubprocessScriptLauncher", id="popen"),
         pytest.param("notebook", [], "_FullWeightsLauncher", id="notebook"),
         pytest.param("spawn", [], "_FullWeightsLauncher", id="spawn"),
-        pytest.param("torchrun", TORCHRUN, "_SubprocessScriptLauncher", id="torchrun"),
+        pytest.param("torchrun", TORCHRUN, "_SubprocessScriptLauncher", id="torchrun", marks=pytest.mark.full),
     ],
 )
 def test_the_main_process_ends_with_the_trained_weights(

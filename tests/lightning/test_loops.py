@@ -89,7 +89,7 @@ def run_with(strategy: Strategy, flags: dict[str, Any]) -> dict[str, Any]:
         pytest.param(3, {"val_check_interval": 3, "check_val_every_n_epoch": None}, 8, id="val_by_steps-stage3"),
         pytest.param(1, {"limit_train_batches": 3, "limit_val_batches": 0.5}, 6, id="limits-stage1"),
         pytest.param(3, {"fast_dev_run": True}, 1, id="fast_dev_run-stage3"),
-        pytest.param(1, {"fast_dev_run": 2}, 2, id="fast_dev_run_of_two-stage1"),
+        pytest.param(1, {"fast_dev_run": 2}, 2, id="fast_dev_run_of_two-stage1", marks=pytest.mark.full),
         pytest.param(2, {"accumulate_grad_batches": 3}, 4, id="short_last_window-stage2"),
         pytest.param(3, {"max_epochs": -1, "max_steps": 5}, 5, id="max_steps-stage3"),
         pytest.param(2, {"gradient_clip_val": 0.1}, 8, id="clip_by_norm-stage2"),

@@ -29,7 +29,15 @@ def train_and_compare(
     )
 
 
-@pytest.mark.parametrize("model", EVERYTHING)
+# Trained in two parts or four by other tests here as well; the others differ from those in the form of attention alone.
+ELSEWHERE = {"gpt-tied", "encoder", "llama", "phi3", "bert", "vit-batchnorm", "six-heads", "llama-kv1-sdpa"}
+ONE_FORM = {"llama-kv4-sdpa", "llama-kv1-eager"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=pytest.mark.full) if m in ELSEWHERE | ONE_FORM else m for m in EVERYTHING],
+)
 def test_two_ranks_equal_single_process(model: str) -> None:
     train_and_compare(model)
 
