@@ -90,8 +90,8 @@ class TiesAfterTraining(pl.Callback):
     ("tied_in", "zero_stage"),
     [
         ("init", 0),
-        ("init", 1),
-        ("init", 2),
+        pytest.param("init", 1, marks=pytest.mark.full),
+        pytest.param("init", 2, marks=pytest.mark.full),
         ("init", 3),
         ("setup", 1),
         ("setup", 3),

@@ -113,7 +113,14 @@ def follow_learning_rates(strategy: Strategy, schedule: Schedule) -> dict[str, A
     return {"rates": rates, "rows": [dict(sorted(row.items())) for row in rows], "weights": weights(module)}
 
 
-@pytest.mark.parametrize(("zero_stage", "schedule"), [(3, "step"), (1, "epoch"), (2, "plateau"), (0, "plateau")])
+@pytest.mark.parametrize(
+    ("zero_stage", "schedule"),
+    [
+        (3, "step"),
+        (0, "plateau"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in [(1, "epoch"), (2, "plateau")]),
+    ],
+)
 def test_schedules_move_and_are_logged_alike(zero_stage: int, schedule: Schedule) -> None:
     observed = assert_same_as_single_process(follow_learning_rates, zero_stage, schedule)[0]
     assert len(set(observed["rates"])) > 1, "the schedule never moved"
@@ -150,7 +157,7 @@ def unfreeze_later(strategy: Strategy) -> dict[str, Any]:
     return {"moved": not torch.equal(trained["backbone.stem.weight"], frozen), "groups": groups, "weights": trained}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 3)), 2])
 def test_backbone_is_unfrozen_in_mid_training(zero_stage: int) -> None:
     assert assert_same_as_single_process(unfreeze_later, zero_stage)[0]["moved"]
 

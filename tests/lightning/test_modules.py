@@ -201,6 +201,6 @@ def find_learning_rate(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_the_learning_rate_finder_sees_the_same_losses_and_restores_the_weights(zero_stage: int) -> None:
     assert assert_same_as_ddp(find_learning_rate, zero_stage)[0]["restored"]

@@ -105,11 +105,11 @@ def zero(stage: int, checkpoints: str = "full") -> dict[str, Any]:
     [
         pytest.param("sharded", 3, 2, zero(1), 2, id="sharded-stage3-to-stage1"),
         pytest.param("sharded", 2, 2, zero(0), 2, marks=pytest.mark.full, id="sharded-stage2-to-stage0"),
-        pytest.param("sharded", 3, 2, zero(2), 1, id="sharded-two-ranks-to-one"),
+        pytest.param("sharded", 3, 2, zero(2), 1, marks=pytest.mark.full, id="sharded-two-ranks-to-one"),
         pytest.param("sharded", 0, 1, zero(3), 2, id="sharded-one-rank-to-two"),
         pytest.param("full", 3, 2, None, 1, id="full-to-stock-single-process"),
         pytest.param("full", 1, 2, "ddp", 2, marks=pytest.mark.full, id="full-to-stock-ddp"),
-        pytest.param("full", 2, 2, zero(3, "sharded"), 2, id="full-to-sharded-stage3"),
+        pytest.param("full", 2, 2, zero(3, "sharded"), 2, marks=pytest.mark.full, id="full-to-sharded-stage3"),
     ],
 )
 def test_another_layout_goes_on_where_this_one_stopped(

@@ -203,7 +203,7 @@ def without_memory(strategy: Any, world_size: int) -> list[dict[str, float]]:
     return [*before, *after]
 
 
-@pytest.mark.parametrize("checkpoints", ["full", "sharded"])
+@pytest.mark.parametrize("checkpoints", [pytest.param("full", marks=pytest.mark.full), "sharded"])
 def test_module_that_stays_split_is_tested_saved_and_loaded(checkpoints: str) -> None:
     expected = run_isolated(without_memory, None, 1)
     for found in run_distributed(without_memory, 2, {**STAGES, "checkpoints": checkpoints}, 2):

@@ -66,7 +66,7 @@ def fit_for_each_victim(strategy: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout",
     [
-        "zero0",
+        pytest.param("zero0", marks=pytest.mark.full),
         "zero3",
         "tp2",
         "pp2",

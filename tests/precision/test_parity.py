@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -34,9 +35,11 @@ def trainings(layouts: tuple[str, ...], model: str, precision: EffiPrecision) ->
         f"{layout}, {accumulate}": under(layout, training(model, accumulate), precision)
         for layout in layouts
         for accumulate in ACCUMULATE
+        if model != "gpt-tied" or (layout, accumulate) not in LEFT_TO_OTHER_MODELS
     }
 
 
+LEFT_TO_OTHER_MODELS = {("zero2", 1), ("zero3", 4), ("tp2", 4)}
 WITH_EXCEPTIONS = ("zero0", "tp2", "pp2")
 
 
@@ -48,8 +51,10 @@ def on_two_processes() -> tuple[dict[str, TrainingRecord], dict[str, TrainingRec
     return run_all(runs), references(runs)
 
 
-@pytest.mark.parametrize("layout", ON_TWO)
-@pytest.mark.parametrize("accumulate", ACCUMULATE, ids=lambda count: f"accumulate{count}")
+@pytest.mark.parametrize(
+    ("layout", "accumulate"),
+    [cell for cell in itertools.product(ON_TWO, ACCUMULATE) if cell not in LEFT_TO_OTHER_MODELS],
+)
 def test_gradients_norms_and_clipped_steps_equal_fp32(layout: str, accumulate: int) -> None:
     ours, theirs = (records[f"{layout}, {accumulate}"] for records in on_two_processes())
     assert ours.logged["precision/skipped_steps"] == 0

@@ -61,7 +61,7 @@ def test_habits_on_parts_of_the_sequence_equal_single_process(shape: str) -> Non
 
 
 # The single process takes the rows of each data-parallel rank as a batch of its own, and would move the teacher twice.
-@pytest.mark.parametrize("shape", [name if name == "inner-methods" else pytest.param(name, marks=pytest.mark.full)
-                                   for name in SHAPES if name != "teacher"])  # fmt: skip
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "teacher"])
+@pytest.mark.full
 def test_habits_on_sharded_parameters_equal_single_process(shape: str) -> None:
     train_and_compare(shape, world_size=4, zero_stage=3)

@@ -115,7 +115,7 @@ def launch(fn: Any, layout: str, *args: Any, **strategy: Any) -> Any:
     [
         ("tp2", "tp2", "sharded"),
         ("zero3-tp2", "tp2", "full"),
-        ("zero2", "tp2", "sharded"),
+        pytest.param("zero2", "tp2", "sharded", marks=pytest.mark.full),
         pytest.param("tp2", "zero3-tp2", "sharded", marks=pytest.mark.full),
         pytest.param("tp2", "tp4", "full", marks=pytest.mark.full),
         pytest.param("tp2", "tp2", "full", marks=pytest.mark.full),

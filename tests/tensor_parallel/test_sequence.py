@@ -79,7 +79,7 @@ def test_two_ranks_equal_single_process(model: str) -> None:
 
 
 # the lengths of texts, 10, are not divisible by 4
-@pytest.mark.parametrize("model", only(("gpt-tied", "norm-first"), (*STANDARD, "encoder", "llama-kv1-sdpa", "t5")))
+@pytest.mark.parametrize("model", only(("norm-first",), (*STANDARD, "gpt-tied", "encoder", "llama-kv1-sdpa", "t5")))
 def test_four_ranks_equal_single_process(model: str) -> None:
     train_and_compare(model, size=4, world_size=4)
 

@@ -163,7 +163,9 @@ PLANS: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [p if p in ("table alone", "head alone") else pytest.param(p, marks=pytest.mark.full) for p in PLANS]
+)
 def test_user_plans_equal_single_process(plan: str) -> None:
     strategy = {**TP2, "tensor": TensorParallel(plan=PLANS[plan])}
     train_and_assert_parity(
