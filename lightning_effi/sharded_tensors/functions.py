@@ -27,6 +27,7 @@ from lightning_effi.sharded_tensors.names import (
     DRAWS_IN_PLACE,
     DRAWS_LIKE,
     NO_VALUES,
+    NOT_OF_NOTHING,
     READS,
     VIEWS,
     is_in_place,
@@ -37,6 +38,7 @@ from lightning_effi.sharded_tensors.wholes import (
     complete,
     distributed,
     is_sharded_tensor,
+    leaves_ranks_empty,
     replace,
     replicated,
     settle,
@@ -95,14 +97,15 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequenc
     if name.startswith("_foreach_"):
         return _each(func, args, kwargs, meet)
     if writes(func, args, kwargs):
-        return _change(func, args, kwargs, meet or name == "__setitem__" or name in DRAWS or name in DRAWS_IN_PLACE)
+        on_whole = needs_whole(func) or name == "__setitem__" or name in DRAWS or name in DRAWS_IN_PLACE
+        return _change(func, args, kwargs, meet or on_whole)
     if name in DRAWS:
         return distributed(_on_wholes(func, args, kwargs), next(filter(is_sharded_tensor, tensors)))
     if name in VIEWS:
         return _view(func, args, kwargs)
     if name == "__iter__":
         return iter(_view(Tensor.unbind, args, {}))
-    if meet or needs_whole(func):
+    if meet or needs_whole(func) or _fails_on_some_ranks(func, tensors):
         return _on_wholes(func, args, kwargs)
     return _or_whole(partial(func, *args, **kwargs), partial(_on_wholes, func, args, kwargs))
 
@@ -182,7 +185,7 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequenc
     def on_wholes() -> Any:
         return func(*complete(args), **complete(kwargs))
 
-    if _meet(tensors) or needs_whole(func):
+    if _meet(tensors) or needs_whole(func) or _fails_on_some_ranks(func, tensors):
         return on_wholes()
     return settled(_or_whole(partial(func, *args, **kwargs), on_wholes))
 
@@ -190,6 +193,11 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequenc
 def _meet(tensors: Sequence[Tensor]) -> bool:
     """Whether these tensors are of several meshes, or some sharded and some plain; plain scalars go with all."""
     return len({getattr(t, "device_mesh", None) for t in tensors if t.dim() or hasattr(t, "device_mesh")}) > 1
+
+
+def _fails_on_some_ranks(func: Callable[..., Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether ranks without rows raise an error here and the others do not, which then wait for them for ever."""
+    return getattr(func, "__name__", "") in NOT_OF_NOTHING and any(map(leaves_ranks_empty, tensors))
 
 
 # -- views -----------------------------------------------------------------------------------------------------------

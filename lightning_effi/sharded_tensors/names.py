@@ -57,8 +57,17 @@ _AUGMENTED = frozenset(
 _FLAGS = frozenset({"requires_grad_", "share_memory_"})
 
 # DTensor takes the shifts for in-place operators, by the end of their names, and returns the first argument. In
-# squeeze_copy a rank that has one row loses that dim.
-_WRONG = frozenset({"__lshift__", "__rshift__", "squeeze_copy"})
+# squeeze_copy a rank that has one row loses that dim. Of addr and the like with beta=0 it leaves the first argument
+# laid out as it is, since nothing is read of it, but the kernel wants to expand it: ranks with several rows raise an
+# error, and those with one do not. index_add_ and index_copy_ of a sharded index take the target for gathered.
+_WRONG = frozenset({"__lshift__", "__rshift__", "squeeze_copy", "addr", "addr_", "index_add_", "index_copy_"})
+# Of no numbers at all they have no result, so a rank without rows raises an error while the others wait for its term.
+NOT_OF_NOTHING = frozenset(
+    """
+    amax amin max min aminmax argmax argmin median nanmedian quantile nanquantile mode kthvalue
+    norm linalg_norm linalg_vector_norm vector_norm
+    """.split()  # noqa: SIM905
+)
 _LOSSES = frozenset({"binary_cross_entropy_with_logits", "kl_div"})  # of torch itself
 
 

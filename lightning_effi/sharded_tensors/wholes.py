@@ -108,6 +108,22 @@ def replicated(value: Tensor, mesh: DeviceMesh) -> Any:
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def leaves_ranks_empty(value: Any) -> bool:
+    """Whether some rank holds nothing of this sharded tensor; all ranks answer alike, without a message."""
+    if not is_sharded_tensor(value):
+        return False
+    remaining = list(value.shape)
+    for axis, placement in enumerate(value.placements):
+        if dtensor_compat.is_sharded(placement):
+            count, size = value.device_mesh.size(axis), remaining[placement.dim]
+            largest = -(-size // count)
+            smallest = max(size - (count - 1) * largest, 0)
+            if not smallest:
+                return True
+            remaining[placement.dim] = smallest
+    return False
+
+
 # -- this rank's part ------------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,15 @@ def test_methods_of_tensors_have_the_values_of_plain_tensors(world_size: int) ->
         assert_same(findings)
 
 
+def test_ranks_with_one_row_or_none_go_the_way_of_the_others() -> None:
+    methods = ["Tensor.addr", "Tensor.index_add_", "Tensor.index_copy_", "Tensor.amax", "Tensor.aminmax", "Tensor.norm"]
+    for findings in run_distributed(compare_on_mesh, 2, ["vector", "short"], methods, 3, timeout=120.0):
+        for kind, found in findings.items():
+            assert found.calls > 10, f"{kind}: only {found.calls} calls could be made"
+            assert not found.differ, f"{kind}: {found.differ}"
+            assert not found.raised, f"{kind}: {found.raised}"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", targets())
