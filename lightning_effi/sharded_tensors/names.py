@@ -66,6 +66,11 @@ NOT_OF_NOTHING = frozenset(
     """
     amax amin max min aminmax argmax argmin median nanmedian quantile nanquantile mode kthvalue
     norm linalg_norm linalg_vector_norm vector_norm
+    avg_pool1d avg_pool2d avg_pool3d lp_pool1d lp_pool2d lp_pool3d max_pool1d max_pool2d max_pool3d
+    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
     """.split()  # noqa: SIM905
 )
 _LOSSES = frozenset({"binary_cross_entropy_with_logits", "kl_div"})  # of torch itself
