@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
@@ -256,9 +257,19 @@ class MeshStrategy(ParallelStrategy, ABC):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         self._tell_ranks_apart(self.lightning_module)
-        if self.board is not None and torch_compat.records_messages():
-            self.watch = Watch(self.board, dist.get_rank())
-            self.undo.push(self.watch.stop, "a thread that watches for ranks that wait for each other")
+        if self.board is not None:
+            self._watch_ranks(self.board)
+
+    def _watch_ranks(self, board: Board) -> None:
+        if not torch_compat.records_messages():
+            rank_zero_warn(
+                "lightning_effi: ranks that wait for each other will not be found, since TORCH_FR_BUFFER_SIZE=0 keeps"
+                " torch from recording messages",
+                category=UserWarning,
+            )
+            return
+        self.watch = Watch(board, dist.get_rank())
+        self.undo.push(self.watch.stop, "a thread that watches for ranks that wait for each other")
 
     def _tell_ranks_apart(self, module: pl.LightningModule) -> None:
         process = Ranks(self.layout.world_size, dist.get_rank(), self._groups.run.device.group_name)

@@ -88,6 +88,7 @@ class ShardedEngine(Engine):
         self._shards: dict[int, nn.Parameter] = {}
         self._whole = None if self._gather_all else WholeWhereMixed()
 
+        _refuse_hooks(module, plan)
         self.root = StepRoot(module)
         self._shard(mesh, data_parallel_group, device)
         replicated = {info.name: module.get_parameter(info.name) for info in plan.replicated}
@@ -141,12 +142,6 @@ class ShardedEngine(Engine):
     def _take_over(self, name: str, before: nn.Parameter) -> None:
         """What user code noted on a parameter and whoever still holds it follow to the sharded one."""
         sharded = self.module.get_parameter(name)
-        if before._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"'{name}' has a hook of register_post_accumulate_grad_hook, which would see this rank's gradient"
-                f" before it is averaged, and zero_stage={self._plan.zero_stage} keeps none of it. Use"
-                " on_after_backward, or register_hook"
-            )
         sharded.__dict__.update(attributes(before))
         if not _is_dtensor(before):
             hooks = before._backward_hooks
@@ -453,6 +448,21 @@ def _entry(trace: list[str], place: int) -> str:
 
 def _full(parameter: Any) -> Tensor:
     return parameter.detach().full_tensor().cpu()
+
+
+def _refuse_hooks(module: nn.Module, plan: ShardingPlan) -> None:
+    """Before anything is changed: what a hook would be given that shards cannot give it.
+
+    Raises:
+        ValueError: with the parameter's name.
+    """
+    for name in (info.name for group in plan.groups for info in group.parameters):
+        if module.get_parameter(name)._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"'{name}' has a hook of register_post_accumulate_grad_hook, which would see this rank's gradient"
+                f" before it is averaged, and zero_stage={plan.zero_stage} keeps none of it. Use on_after_backward, or"
+                " register_hook"
+            )
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

@@ -42,6 +42,9 @@ def fail_in_every_place() -> dict[str, tuple[Any, ...]]:
             first = fit(module, layout)
         found[layout] = (*first, fit(module, layout)[0])
     found["foreign"] = fit(OfSomebodyElse("well"), "zero3")
+    hooked = Fragile("well")
+    [*hooked.parameters()][-1].register_post_accumulate_grad_hook(lambda _: None)
+    found["hook"] = fit(hooked, "zero3")
     return found
 
 
@@ -72,6 +75,7 @@ def test_module_optimizers_and_process_are_as_if_it_had_not_been_tried() -> None
             raised, *rest = found[layout]
             assert "planted" in raised, (rank, layout)
             assert rest == [{}, True, True, ""], (rank, layout)
-        raised, *rest = found["foreign"]
-        assert "is not one of OfSomebodyElse's" in raised, rank
-        assert rest == [{}, True, True], rank
+        for name, reason in {"foreign": "is not one of OfSomebodyElse's", "hook": "grad_hook"}.items():
+            raised, *rest = found[name]
+            assert reason in raised, (rank, name)
+            assert rest == [{}, True, True], (rank, name)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -106,6 +109,19 @@ def test_an_error_of_one_rank_reaches_the_others_where_processes_live_on(
     ended = [message for _, message in run_distributed(fit_until_it_ends, 2, fault, strategy)]
     assert ended[rank] == "no such class"
     assert f"rank {rank} has ended its run in LookupError: no such class (test_watch.py" in ended[1 - rank]
+
+
+def fit_without_records() -> list[str]:
+    with mock.patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="0"), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert fit_until_it_ends("nothing", {"zero_stage": 0}) == (4, "")
+    return [str(warning.message) for warning in told]
+
+
+def test_it_is_said_once_where_nobody_watches() -> None:
+    told, elsewhere = run_distributed(fit_without_records, 2)
+    assert len([text for text in told if "TORCH_FR_BUFFER_SIZE=0" in text]) == 1
+    assert not any("TORCH_FR_BUFFER_SIZE" in text for text in elsewhere)
 
 
 # -- what contradicts --------------------------------------------------------------------------------------------------
