@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,9 @@ from lightning_effi.microbatches.evidence import evidence_of
 from lightning_effi.microbatches.logs import StepResult, captured_logs
 from lightning_effi.microbatches.split import Piece
 from lightning_effi.modules.draws import SameForAllRows
+from lightning_effi.modules.randomness import Randomness
 from lightning_effi.modules.restore import loss_of, same_randomness
+from lightning_effi.modules.snapshot import Snapshot
 from lightning_effi.modules.state_changes import changed_by
 
 if TYPE_CHECKING:
@@ -22,6 +25,15 @@ if TYPE_CHECKING:
 
     from lightning_effi.data_parallel.engine import Engine
     from lightning_effi.precision import EffiPrecision
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The forward of a piece whose backward is to come, and what the module held before."""
+
+    piece: Piece
+    result: StepResult
+    held: Snapshot
 
 
 class SequentialRunner:
@@ -52,6 +64,8 @@ class SequentialRunner:
         self._precision = precision
         self._alone = alone
         self._agreement = agreement
+        self._draws = False  # whether compared steps would have drawn numbers of their own in training
+        self._begun: _Begun | None = None
 
     def fitting(self, microbatches: int) -> int:
         """Any number will do."""
@@ -72,8 +86,10 @@ class SequentialRunner:
         for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
             last = index == len(pieces) - 1
             with nullcontext() if last else self._engine.accumulate():
-                with self._precision.train_step_context():
-                    result = self._forward(piece, args)
+                result = self._begun_with(piece)
+                if result is None:
+                    with self._precision.train_step_context():
+                        result = self._forward(piece, args)
                 if result.loss is not None:
                     result.evidence = evidence_of(result.loss)
                     self._backward(result.loss, weight * scale)
@@ -97,13 +113,46 @@ class SequentialRunner:
         if result.loss is not None:
             result.loss.backward()
 
+    def begin(self, piece: Piece, args: Sequence[Any]) -> StepResult | None:
+        """The forward with which :meth:`train` begins, run early so that its loss can take part in a comparison.
+
+        ``None``, and nothing has happened, where it draws random numbers: the compared steps have drawn others.
+        """
+        if self._any(self._draws):
+            return None
+        randomness = Randomness(self._module)
+        drawn, held = randomness.get(), Snapshot(self._module)
+        with self._engine.accumulate(), self._precision.train_step_context():
+            result = self._forward(piece, args)
+        self._begun = _Begun(piece, result, held)
+        if self._any(randomness.has_moved(drawn)):
+            self._forget()
+            randomness.set(drawn)
+            return None
+        return StepResult(None if result.loss is None else result.loss.detach(), None, result.logged)
+
+    def _begun_with(self, piece: Piece) -> StepResult | None:
+        if self._begun is None or self._begun.piece is not piece:
+            return None
+        result, self._begun = self._begun.result, None
+        return result
+
+    def _forget(self) -> None:
+        """Drop what was begun, as if it had not run."""
+        if self._begun is not None:
+            self._begun.held.put_back()
+            self._begun = None
+            self._engine.rest()
+
     def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]:
         """Forward of each piece without gradients and dropout, with the same random numbers for all rows."""
+        self._forget()
         results = []
-        with torch.no_grad(), SameForAllRows(), self._precision.train_step_context():
+        with torch.no_grad(), SameForAllRows() as draws, self._precision.train_step_context():
             for piece in pieces:
                 with same_randomness(self._module):
                     results.append(self._forward(piece, args))
+        self._draws |= draws.changes
         self._engine.rest()
         return results
 
@@ -120,8 +169,9 @@ class SequentialRunner:
         def step(*step_args: Any) -> list[str]:
             return changed_by(module, lambda: run(*step_args), self._any)
 
-        with torch.no_grad(), SameForAllRows(), self._precision.train_step_context():
+        with torch.no_grad(), SameForAllRows() as draws, self._precision.train_step_context():
             changed = self._engine.run_step(step, piece.data, *args)
+        self._draws |= draws.changes
         self._engine.rest()
         return found[0], changed
 

@@ -8,7 +8,7 @@ clears those of the last step, and are there again when ``backward`` returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,6 +96,7 @@ class MicrobatchedStep:
         self._shelf = GradientShelf(module, engine)
         self._probed = False
         self._observed: tuple[Piece, StepResult] | None = None
+        self._next: Piece | None = None  # whose first run may be that in which it is trained on
         self._trial: MemoryTrial | None = None
         if context.config.microbatches.oom_retry and isinstance(runner, SequentialRunner):
             self._trial = MemoryTrial(
@@ -134,10 +135,13 @@ class MicrobatchedStep:
         rows, pieces = self._cut(batch, self._count)
         if self._verification is not None:
             self._verification.expect(self._choice.uncut(batch, pieces), args)
+        whole = self._choice.first_question(batch, rows, pieces)
+        one_by_one = whole if isinstance(self._runner, SequentialRunner) else None
         if not self._probed and (len(pieces) > 1 or self._context.layout.pipeline > 1):
-            self._probe(pieces[0])
+            self._probe(one_by_one or pieces[0])
+        self._next = pieces[0] if one_by_one is not None and self._is_exact else None
         weights = self._choice.weights(batch, rows, pieces)
-        self._observed = None
+        self._observed = self._next = None
         if self._prepare is not None:
             self._engine = self._prepare(pieces[0], args, len(pieces))
             self._prepare = None
@@ -228,10 +232,9 @@ class MicrobatchedStep:
             RuntimeError: on all ranks, naming what the step changes.
         """
         self._probed = True
-        with restored(self._module):
+        with restored(self._module), self._compared_precision():
             result, changed = self._runner.observe(piece, self._args)
-        if self._is_exact:
-            self._observed = piece, result
+        self._observed = piece, result
         if self._agreement is not None:
             changed = sorted(set().union(*self._agreement.gather(changed)))
         if changed:
@@ -244,12 +247,26 @@ class MicrobatchedStep:
                 " on_train_batch_start; in place of BatchNorm use GroupNorm or LayerNorm, or freeze it with eval()"
             )
 
-    def _compare(self, pieces: Sequence[Piece]) -> list[StepResult]:
-        seen, known = self._observed or (None, None)
-        wanted = [piece for piece in pieces if piece is not seen]
-        with restored(self._module), nullcontext() if self._is_exact else self._context.precision.in_fp32():
-            found = iter(self._runner.compare(wanted, self._args))
-        return [known if known is not None and piece is seen else next(found) for piece in pieces]
+    def _compare(self, pieces: Sequence[Piece], alone: bool) -> list[StepResult]:
+        """Results of ``pieces``: of the observed one from then, and of the one that is trained on next from that run.
+
+        ``alone``: each is run now, for the comparison.
+        """
+        known = {} if alone or self._observed is None else {id(self._observed[0]): self._observed[1]}
+        begun, self._next = None if alone else self._next, None
+        wanted = [piece for piece in pieces if id(piece) not in known and piece is not begun]
+        known.update(zip(map(id, wanted), self._compare_now(wanted), strict=True))
+        if begun is not None and any(piece is begun for piece in pieces):
+            assert isinstance(self._runner, SequentialRunner)
+            known[id(begun)] = self._runner.begin(begun, self._args) or self._compare_now([begun])[0]
+        return [known[id(piece)] for piece in pieces]
+
+    def _compare_now(self, pieces: Sequence[Piece]) -> list[StepResult]:
+        with restored(self._module), self._compared_precision():
+            return self._runner.compare(pieces, self._args)
+
+    def _compared_precision(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._is_exact else self._context.precision.in_fp32()
 
     @property
     def _is_exact(self) -> bool:

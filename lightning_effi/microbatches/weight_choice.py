@@ -30,7 +30,8 @@ class WeightChoice:
         config: the user's choice; a fixed rule is taken without comparison.
         low_precision: whether the compared losses are computed from numbers of 16 bits; asked at each comparison.
         agreement: among all ranks that run a step together, or ``None``.
-        run: forward of some pieces without gradients, from equal randomness; its losses are compared.
+        run: forward of some pieces from equal randomness; its losses are compared. With ``True`` all of them are run
+            for the comparison alone, and what ran for another purpose does not count.
         log_rules: learns on the way how logged values combine.
     """
 
@@ -40,7 +41,7 @@ class WeightChoice:
         *,
         low_precision: Callable[[], bool],
         agreement: Agreement | None,
-        run: Callable[[Sequence[Piece]], list[StepResult]],
+        run: Callable[[Sequence[Piece], bool], list[StepResult]],
         log_rules: LogRules,
     ) -> None:
         self._config = config
@@ -54,7 +55,16 @@ class WeightChoice:
         self._errors: dict[str, float] = {}  # of each rule, summed over comparisons and ranks
         self._announced = ""
         self._compared_this_batch = False
+        self._first_question: tuple[Piece, Sequence[Piece]] | None = None
         self._watch = RuleWatch()
+
+    def first_question(self, batch: Any, rows: int, pieces: Sequence[Piece]) -> Piece | None:
+        """What :meth:`weights` will run as a whole for its first comparison; ``None`` where none is to come."""
+        if self._fixed is not None or len(pieces) == 1 or self._comparisons:
+            return None
+        self._refuse_to_join(batch, pieces)
+        self._first_question = self._question(batch, rows, pieces, True, None)
+        return self._first_question[0]
 
     def weights(self, batch: Any, rows: int, pieces: Sequence[Piece]) -> list[float]:
         """One weight a piece, so that the weighted sum of their losses is the loss of the batch.
@@ -72,8 +82,8 @@ class WeightChoice:
         if self._rules is None:
             self._rules = self._common(candidates(self._config, batch, rows))
         if not self._comparisons:
-            self._refuse_to_join(batch, pieces)
             self._compare(batch, rows, pieces, uneven=True)
+            self._first_question = None
         while len(self._rules) > 1 and self._any([self._disagree(pieces)])[0]:
             if not self._compare(batch, rows, pieces, uneven=False):
                 break
@@ -130,7 +140,7 @@ class WeightChoice:
         labels = tensors(batch)[str(self._rules[0].labels)]
         masked = labels.clone()
         masked[:, 0] = self._config.ignore_index
-        with_first, without = self._run([whole, Piece(replaced(batch, labels, masked), 0, rows)])
+        with_first, without = self._run([whole, Piece(replaced(batch, labels, masked), 0, rows)], False)
         noticed = with_first.loss is None or without.loss is None or not torch.equal(with_first.loss, without.loss)
         self._rules = [self._rules[1] if self._any([noticed])[0] else self._rules[0]]
 
@@ -193,16 +203,17 @@ class WeightChoice:
         uneven: bool,
         pair: int | None = None,
         doubt: Doubt | None = None,
+        alone: bool = False,
     ) -> bool:
         """Rule out what does not reproduce the loss of two neighbouring pieces taken together.
 
         ``pair`` is the first of the two, where their losses gave rise to ``doubt`` on some rank. Whether anything could
-        be compared: losses that are not finite speak for no rule and against none.
+        be compared: losses that are not finite speak for no rule and against none. ``alone``: in runs for nothing else.
         """
         assert self._rules is not None
         whole, parts = self._question(batch, rows, pieces, uneven, pair)
         with ComparedConstants() as constants:
-            expected, *results = self._run([whole, *parts])
+            expected, *results = self._run([whole, *parts], alone)
         losses = [float(result.loss) for result in (expected, *results) if result.loss is not None]
         if self._any([not all(map(math.isfinite, losses))])[0]:
             return False
@@ -216,6 +227,8 @@ class WeightChoice:
         tolerance = self._tolerance(expected.loss)
         bound = tolerance * max(abs(loss) for loss in losses)
         wrong = self._any([value is None or not abs(value - losses[0]) <= bound for value in predicted])
+        if all(wrong) and uneven and not alone:  # a step may compute something else where gradients are recorded
+            return self._compare(batch, rows, pieces, uneven, pair, doubt, alone=True)
         if all(wrong):
             self._refuse(losses, predicted, doubt)
         left = [i for i, is_wrong in enumerate(wrong) if not is_wrong]
@@ -269,6 +282,8 @@ class WeightChoice:
         """Rows to run as a whole and in parts: no more than two pieces, which fit into memory without gradients."""
         if self._config.splitter is not None:  # only the splitter knows how pieces are joined
             return Piece(batch, 0, rows), pieces
+        if uneven and self._first_question is not None:
+            return self._first_question
         if uneven:  # at the first time also what only differs between pieces of different sizes
             first = pieces[0]
             stop = first.stop + max(1, first.rows // 2)

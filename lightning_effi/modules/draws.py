@@ -21,6 +21,7 @@ _UNIFORM = {"rand", "rand_like"}
 _NORMAL = {"randn", "randn_like"}
 _INTEGERS = {"randint", "randint_like"}
 _IN_PLACE = {"uniform_", "normal_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_"}
+_DRAWS = _UNIFORM | _NORMAL | _INTEGERS | _IN_PLACE | {"bernoulli", "bernoulli_"}
 
 
 class SameForAllRows(NoDropout):
@@ -32,6 +33,7 @@ class SameForAllRows(NoDropout):
         result = super().__torch_function__(func, types, args, kwargs)
         if not isinstance(result, Tensor) or torch_compat.fake_mode_of(result) is not None:
             return result
+        self.changes |= name in _DRAWS
         if name in _UNIFORM:
             return _redraw(result, name, Tensor.uniform_)
         if name in _NORMAL:

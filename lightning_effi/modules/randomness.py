@@ -37,6 +37,10 @@ class Randomness:
         for generator, own in zip(self._own, state["own"], strict=True):
             _set_state(generator, own)
 
+    def has_moved(self, state: dict[str, Any]) -> bool:
+        """Whether anything was drawn since :meth:`get` gave ``state``."""
+        return not _equal(self.get(), state)
+
     def seed(self, *numbers: int) -> None:
         """Draw from here on what follows from ``numbers`` alone."""
         seed = zlib.crc32(repr(numbers).encode())
@@ -56,6 +60,16 @@ def _own_generators(module: nn.Module) -> list[Any]:
         id(value): value for child in module.modules() for value in vars(child).values() if isinstance(value, kinds)
     }
     return list(found.values())
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(np.array_equal(a, b))
 
 
 def _state(generator: Any) -> Any:

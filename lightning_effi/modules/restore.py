@@ -36,13 +36,23 @@ _DROPOUTS = {
 
 
 class NoDropout(TorchFunctionMode):
-    """Every dropout keeps everything, including that inside scaled dot-product attention."""
+    """Every dropout keeps everything, including that inside scaled dot-product attention.
+
+    Attributes:
+        changes: whether the step computes something else outside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
+            self.changes |= bool(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
+            self.changes |= bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
             if len(args) > 4:
                 args = (*args[:4], 0.0, *args[5:])
             elif "dropout_p" in kwargs:

@@ -12,19 +12,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.harness import (
     ADAMW_FP64,
     Training,
     WorkerError,
     assert_parity,
+    make_trainer,
     run,
+    run_distributed,
     run_reference,
     train_and_assert_parity,
 )
 from tests.models import MODELS
 from tests.models.base import ExampleModule
-from tests.models.gpt import GPT, Block
+from tests.models.gpt import GPT, Block, batches
 
 MODELS_OF_ALL_KINDS = (
     "gpt-tied", "encoder", "llama", "gpt2", "bert", "vit-timm", "lora-gpt", "lora-peft-llama", "regressor"
@@ -309,6 +312,43 @@ def test_step_without_a_loss_moves_nothing() -> None:
 def test_what_would_silently_go_wrong_is_refused(module: Callable[..., Any], message: str) -> None:
     with pytest.raises(WorkerError, match=message):
         run(gpt_training(module))
+
+
+class Rehearsed(GPT):
+    """``early``: how often ``training_step`` ran for the first batch, besides once for each micro-batch."""
+
+    early: int | None = None
+    calls = 0  # of the class: what a rehearsed step counts on the module is put back
+
+    def __init__(self, drops: float = 0.0, weight: float = 0.0) -> None:
+        super().__init__()
+        self.drops, self.weight = drops, weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        Rehearsed.calls += 1
+        loss = F.dropout(super().training_step(batch, batch_idx), self.drops)
+        return loss + self.weight * self.head.weight.square().sum() if torch.is_grad_enabled() else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        if self.early is None:
+            self.early = Rehearsed.calls - 3
+
+
+def rehearsals(zero_stage: int) -> list[int | None]:
+    counts = []
+    for settings, weight in (({}, "auto"), ({"drops": 0.1}, "auto"), ({"weight": 0.1}, "auto"), ({}, "uniform")):
+        module, Rehearsed.calls = Rehearsed(**settings), 0
+        strategy = {"zero_stage": zero_stage, "microbatches": {"count": 3, "weight": weight}}
+        trainer = make_trainer(strategy, 2, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(module, DataLoader(batches(2, rows=6), batch_size=None))  # type: ignore[arg-type]
+        counts.append(module.early)
+    return counts
+
+
+@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=pytest.mark.full), 3])
+def test_steps_run_twice_before_the_first_real_one(zero_stage: int) -> None:
+    """Three times where they draw numbers, six where recording gradients changes the loss; once by a fixed rule."""
+    assert run_distributed(rehearsals, 2, zero_stage) == [[2, 3, 6, 1]] * 2
 
 
 def test_uniform_weights_are_taken_without_a_comparison() -> None:
