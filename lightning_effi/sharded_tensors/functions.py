@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import torch as torch_compat
@@ -27,17 +27,18 @@ from lightning_effi.sharded_tensors.names import (
     DRAWS_IN_PLACE,
     DRAWS_LIKE,
     NO_VALUES,
-    NOT_OF_NOTHING,
     READS,
     VIEWS,
     is_in_place,
     needs_whole,
+    sensitivity,
     writes,
 )
 from lightning_effi.sharded_tensors.wholes import (
     complete,
     distributed,
     is_sharded_tensor,
+    is_uneven,
     leaves_ranks_empty,
     replace,
     replicated,
@@ -95,17 +96,17 @@ def _computed(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequenc
     if name.startswith("_amp_foreach_"):
         return _by_layout(func, *args)
     if name.startswith("_foreach_"):
-        return _each(func, args, kwargs, meet)
+        return _each(func, args, kwargs, meet or _parts_ways(func, tensors))
     if writes(func, args, kwargs):
         on_whole = needs_whole(func) or name == "__setitem__" or name in DRAWS or name in DRAWS_IN_PLACE
-        return _change(func, args, kwargs, meet or on_whole)
+        return _change(func, args, kwargs, meet or on_whole or _parts_ways(func, tensors))
     if name in DRAWS:
         return distributed(_on_wholes(func, args, kwargs), next(filter(is_sharded_tensor, tensors)))
     if name in VIEWS:
         return _view(func, args, kwargs)
     if name == "__iter__":
         return iter(_view(Tensor.unbind, args, {}))
-    if meet or needs_whole(func) or _fails_on_some_ranks(func, tensors):
+    if meet or needs_whole(func) or _parts_ways(func, tensors):
         return _on_wholes(func, args, kwargs)
     return _or_whole(partial(func, *args, **kwargs), partial(_on_wholes, func, args, kwargs))
 
@@ -133,7 +134,8 @@ def _first_by_position(args: Any, kwargs: Any) -> tuple[Any, Any]:
 def _or_whole(directly: Callable[[], Any], on_wholes: Callable[[], Any]) -> Any:
     """What DTensor has no rule for (it says so before it does anything) is done with whole tensors.
 
-    Errors of the caller's making come again, from plain tensors.
+    Only of functions that raise an error on all ranks or on none, see :func:`_parts_ways`. Errors of the caller's
+    making come again, from plain tensors.
     """
     try:
         return directly()
@@ -144,14 +146,19 @@ def _or_whole(directly: Callable[[], Any], on_wholes: Callable[[], Any]) -> Any:
 
 
 def _on_wholes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The function on whole tensors. What shares memory with the whole of the first is a view of that one."""
-    base: Any = args[0] if args else None
-    rest, named = whole(args[1:]), whole(kwargs)
-    if not is_sharded_tensor(base):
-        return func(*whole(args[:1]), *rest, **named)
+    """The function on whole tensors. What shares memory with the whole of the first sharded one is a view of it."""
+    leaves, tree = tree_flatten((args, kwargs))
+    place = next((place for place, leaf in enumerate(leaves) if is_sharded_tensor(leaf)), None)
+    if place is None:
+        return func(*args, **kwargs)
+    base, before, behind = leaves[place], whole(leaves[:place]), whole(leaves[place + 1 :])
+
+    def again(tensor: Tensor) -> Any:
+        positional, named = tree_unflatten([*before, tensor, *behind], tree)
+        return func(*positional, **named)
+
     full = base.full_tensor()
-    result = func(full, *rest, **named)
-    again = partial(_call_on, func, rest, named)
+    result = again(full)
     if type(result) in (tuple, list):
         return type(result)(_as_view(item, base, full, partial(_item, again, i)) for i, item in enumerate(result))
     return _as_view(result, base, full, again)
@@ -185,7 +192,7 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequenc
     def on_wholes() -> Any:
         return func(*complete(args), **complete(kwargs))
 
-    if _meet(tensors) or needs_whole(func) or _fails_on_some_ranks(func, tensors):
+    if _meet(tensors) or needs_whole(func) or _parts_ways(func, tensors):
         return on_wholes()
     return settled(_or_whole(partial(func, *args, **kwargs), on_wholes))
 
@@ -195,9 +202,22 @@ def _meet(tensors: Sequence[Tensor]) -> bool:
     return len({getattr(t, "device_mesh", None) for t in tensors if t.dim() or hasattr(t, "device_mesh")}) > 1
 
 
-def _fails_on_some_ranks(func: Callable[..., Any], tensors: Sequence[Tensor]) -> bool:
-    """Whether ranks without rows raise an error here and the others do not, which then wait for them for ever."""
-    return getattr(func, "__name__", "") in NOT_OF_NOTHING and any(map(leaves_ranks_empty, tensors))
+def _parts_ways(func: Callable[..., Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether some ranks may raise an error here that others do not, which would then wait for them for ever.
+
+    Answered from what all ranks know, never from what one has met: the function, and kinds and lengths of all parts.
+    """
+    looks = sensitivity(func)
+    return (
+        looks.values
+        or (looks.lengths and any(map(is_uneven, tensors)))
+        or (looks.nothing and any(map(leaves_ranks_empty, tensors)))
+        or (looks.integers and any(is_sharded_tensor(t) and not _is_real(t) for t in tensors))
+    )
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
 
 
 # -- views -----------------------------------------------------------------------------------------------------------
@@ -225,7 +245,8 @@ def _view(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = func(base.full_tensor(), *whole(args[1:]), **whole(kwargs))
         return tree_map_only(Tensor, lambda tensor: replicated(tensor, base.device_mesh), result)
 
-    result = settled(_or_whole(partial(func, *args, **kwargs), on_whole))
+    directly = on_whole if _parts_ways(func, _tensors((args, kwargs))) else partial(func, *args, **kwargs)
+    result = settled(_or_whole(directly, on_whole))
     again: Callable[[Tensor], Any] = partial(_call_on, func, whole(args[1:]), whole(kwargs))
     if is_sharded_tensor(result):
         _remember(result, base, again)
@@ -263,7 +284,7 @@ def _version(tensor: Any) -> int:
 def _bring_up_to_date(tensors: Sequence[Tensor]) -> None:
     """Arguments as the function is to see them: without reductions under way, and views as their bases are by now."""
     with torch.no_grad():
-        settle(tensor for tensor in tensors if not tensor.requires_grad)
+        settle(tensor for tensor in tensors if tensor.is_leaf)
         for tensor in tensors:
             lineage = getattr(tensor, _LINEAGE, None)
             if lineage is not None and lineage.version != _version(lineage.base):
@@ -342,20 +363,21 @@ def _draw_like(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return distributed(func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **kwargs), like)
 
 
-def _each(func: Callable[..., Any], args: Any, kwargs: Any, meet: bool) -> Any:
-    """A function of lists; for each tensor of the first list alone where DTensor cannot."""
+def _each(func: Callable[..., Any], args: Any, kwargs: Any, alone: bool) -> Any:
+    """A function of lists; for each tensor of the first list alone where that is asked or DTensor cannot."""
     one_by_one = partial(_one_by_one, func, args, kwargs)
-    return one_by_one() if meet else _or_whole(partial(func, *args, **kwargs), one_by_one)
+    return one_by_one() if alone else _or_whole(partial(func, *args, **kwargs), one_by_one)
 
 
 def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     count, results = len(args[0]), []
     for index in range(count):
         alone = [[a[index]] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args]
+        on_wholes = _meet(_tensors(alone)) or _parts_ways(func, _tensors(alone))
         if is_in_place(func.__name__):
             [target], *rest = alone
-            _change(partial(_of_one, func), (target, *rest), kwargs, _meet(_tensors(alone)))
-        elif _meet(_tensors(alone)):
+            _change(partial(_of_one, func), (target, *rest), kwargs, on_wholes)
+        elif on_wholes:
             results.append(func(*whole(alone), **whole(kwargs)))
         else:
             results.append(_or_whole(partial(func, *alone, **kwargs), partial(_on_wholes, func, alone, kwargs)))

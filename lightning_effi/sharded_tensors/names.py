@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+import torch
 
 # Whatever their arguments are, what they return may share memory with the first one.
 VIEWS = frozenset(
@@ -47,6 +50,14 @@ _PROPERTIES = frozenset(
 _MEASURES = frozenset(
     {"size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex"}
 )
+# What is asked of a tensor's memory and kind, or said to autograd: operators of torch, but nothing is computed.
+_QUESTIONS = frozenset(
+    """
+    stride storage_offset is_contiguous data_ptr get_device is_pinned is_same_size is_set_to is_signed is_inference
+    is_distributed is_conj is_neg is_coalesced dense_dim sparse_dim result_type set_data output_nr is_leaf retains_grad
+    grad record_stream requires_grad_ new_empty new_zeros new_ones new_full empty_like zeros_like ones_like full_like
+    """.split()  # noqa: SIM905
+)
 # Python's augmented assignments, as far as torch or Python know them. Not everything that begins with ``__i`` is one:
 # ``__invert__``, ``__int__``, ``__index__`` and ``__iter__`` write nothing.
 _AUGMENTED = frozenset(
@@ -61,18 +72,47 @@ _FLAGS = frozenset({"requires_grad_", "share_memory_"})
 # laid out as it is, since nothing is read of it, but the kernel wants to expand it: ranks with several rows raise an
 # error, and those with one do not. index_add_ and index_copy_ of a sharded index take the target for gathered.
 _WRONG = frozenset({"__lshift__", "__rshift__", "squeeze_copy", "addr", "addr_", "index_add_", "index_copy_"})
-# Of no numbers at all they have no result, so a rank without rows raises an error while the others wait for its term.
-NOT_OF_NOTHING = frozenset(
+# Ranks of which some hold fewer rows than others, or none, come alike through what only looks at one value after the
+# other: what torch tags as pointwise, and these, which are other names of such, copies and conversions ...
+_POINTWISE = frozenset(
     """
-    amax amin max min aminmax argmax argmin median nanmedian quantile nanquantile mode kthvalue
-    norm linalg_norm linalg_vector_norm vector_norm
-    avg_pool1d avg_pool2d avg_pool3d lp_pool1d lp_pool2d lp_pool3d max_pool1d max_pool2d max_pool3d
-    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
-    adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
+    absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh conj fix negative isclose isreal
+    divide multiply subtract floor_divide greater greater_equal less less_equal not_equal
+    fill zero copy to type type_as bool byte char int long short half bfloat16 float double cfloat cdouble chalf
+    contiguous cpu cuda detach alias resolve_conj resolve_neg abs
     """.split()  # noqa: SIM905
 )
+_OPERATORS = frozenset(
+    f"__{side}{operator}__"
+    for operator in (
+        *("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert"),
+    )
+    for side in ("", "r", "i")
+)
+# ... which only puts dims in another order ...
+_ORDERS = frozenset(
+    "t transpose swapaxes swapdims permute movedim moveaxis adjoint unsqueeze real imag".split()  # noqa: SIM905
+)
+# ... and which makes one number of many, the latter of at least one: a rank without rows raises an error here.
+_REDUCTIONS = frozenset({"sum", "nansum", "mean", "prod", "all", "any", "count_nonzero"})
+_NOT_OF_NOTHING = frozenset(
+    {"amax", "amin", "max", "min", "aminmax", "norm", "linalg_norm", "linalg_vector_norm", "vector_norm"}
+)
+# Python's operators that torch has under other names; matrix products and orders of rows go by lengths.
+_BY_LENGTHS = frozenset({"__matmul__", "__rmatmul__", "__imatmul__", "__reversed__", "unique"})
+# Of integers they raise an error for a zero, which one rank alone may hold.
+_DIVISIONS = frozenset({"div", "divide", "floor_divide", "fmod", "remainder"}) | {
+    f"__{side}{operator}__" for operator in ("floordiv", "mod") for side in ("", "r", "i")
+}
+# Of a matrix or range that some rank alone may hold, an error too.
+_CHECK_VALUES = frozenset(
+    """
+    cholesky cholesky_inverse cholesky_solve inverse inv logdet slogdet det lu lu_solve lu_unpack triangular_solve qr
+    svd geqrf orgqr ormqr pinverse matrix_power matrix_exp lstsq histc histogram
+    """.split()  # noqa: SIM905
+)
+_NAMESPACES = ("torch.nn.functional", "torch.functional", "torch.linalg", "torch.special", "torch.fft")
 _LOSSES = frozenset({"binary_cross_entropy_with_logits", "kl_div"})  # of torch itself
 
 
@@ -82,6 +122,55 @@ def asks_no_values(func: Callable[..., Any]) -> bool:
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in _PROPERTIES
     return name in _MEASURES
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What a function looks at in this rank's part that may differ from rank to rank, and make it alone raise an error.
+
+    Attributes:
+        lengths: how many rows there are.
+        nothing: whether there are any.
+        integers: values, where they are integers: indices, and divisors.
+        values: values of any kind.
+    """
+
+    lengths: bool = False
+    nothing: bool = False
+    integers: bool = False
+    values: bool = False
+
+
+def sensitivity(func: Callable[..., Any]) -> Sensitivity:
+    """What this function looks at, by its name."""
+    name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None)
+    return _sensitivity(name.removeprefix("_foreach_"), module in _NAMESPACES)
+
+
+@cache
+def _sensitivity(name: str, computes: bool) -> Sensitivity:
+    """What the function of this name looks at; one that no operator bears the name of computes nothing by itself."""
+    plain = name if name.endswith("__") else name.removesuffix("_")
+    if name == "__get__" or name in _QUESTIONS | _MEASURES or not (computes or _is_operator(name)):
+        return Sensitivity()
+    if plain in _NOT_OF_NOTHING:
+        return Sensitivity(nothing=True)
+    if plain in _DIVISIONS:
+        return Sensitivity(integers=True)
+    if name in _OPERATORS or plain in _POINTWISE | _ORDERS | _REDUCTIONS or _is_tagged(name) or _is_tagged(plain):
+        return Sensitivity()
+    return Sensitivity(lengths=True, nothing=True, integers=True, values=plain in _CHECK_VALUES)
+
+
+def _is_operator(name: str) -> bool:
+    return name in _OPERATORS | _BY_LENGTHS or hasattr(getattr(torch.ops.aten, name, None), "overloads")
+
+
+def _is_tagged(name: str) -> bool:
+    """Whether torch says of an operator that each value comes of those at its place."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if hasattr(packet, "overloads") else []
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads)
 
 
 def is_in_place(name: str) -> bool:

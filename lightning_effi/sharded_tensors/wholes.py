@@ -6,6 +6,7 @@ is needed. Values of this kind never reach a module's own code: :func:`settle` m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -108,20 +109,25 @@ def replicated(value: Tensor, mesh: DeviceMesh) -> Any:
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
+def is_uneven(value: Any) -> bool:
+    """Whether ranks hold parts of different lengths of this sharded tensor; all answer alike, without a message."""
+    return is_sharded_tensor(value) and len(set(_sizes_of_parts(value))) > 1
+
+
 def leaves_ranks_empty(value: Any) -> bool:
-    """Whether some rank holds nothing of this sharded tensor; all ranks answer alike, without a message."""
-    if not is_sharded_tensor(value):
-        return False
-    remaining = list(value.shape)
-    for axis, placement in enumerate(value.placements):
+    """Whether some rank holds nothing of this sharded tensor; all answer alike, without a message."""
+    return is_sharded_tensor(value) and 0 in _sizes_of_parts(value)
+
+
+def _sizes_of_parts(tensor: Any) -> tuple[int, int]:
+    """How many values the largest part of ``tensor`` has, and the smallest."""
+    longest, shortest = list(tensor.shape), list(tensor.shape)
+    for axis, placement in enumerate(tensor.placements):
         if dtensor_compat.is_sharded(placement):
-            count, size = value.device_mesh.size(axis), remaining[placement.dim]
-            largest = -(-size // count)
-            smallest = max(size - (count - 1) * largest, 0)
-            if not smallest:
-                return True
-            remaining[placement.dim] = smallest
-    return False
+            dim, count = placement.dim, tensor.device_mesh.size(axis)
+            longest[dim] = -(-longest[dim] // count)
+            shortest[dim] = max(shortest[dim] - (count - 1) * -(-shortest[dim] // count), 0)
+    return math.prod(longest), math.prod(shortest)
 
 
 # -- this rank's part ------------------------------------------------------------------------------------------------

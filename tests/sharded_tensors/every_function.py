@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import get_overridable_functions
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -56,10 +56,12 @@ def forms(target: Tensor) -> list[tuple[Any, ...]]:
     index = torch.zeros(target.shape, dtype=torch.long)
     row = other[0].clone() if target.dim() else other.clone()
     mask = target > 1
-    rows: list[tuple[Any, ...]] = [(0, torch.tensor([0]), other[:1].clone()), (other.t().clone(),)]
+    rows: list[tuple[Any, ...]] = []
+    if target.dim() == 2:
+        rows = [(0, torch.tensor([0]), other[:1].clone()), (other.t().clone(),)]
     return [
         *((other,), (), (0,), (2,), (0.7,), (other, 0.3), (row,), (mask, 2.5), (mask, other), (0, index, other)),
-        *((other, other), (0, index), (index,), *(rows if target.dim() == 2 else ()), (0, 1), (1,), (mask,)),
+        *((other, other), (0, index), (index,), *rows, (0, 1), (1,), (mask,)),
         *((0, torch.tensor([0, 1])), (0, 0, 2), (-1, True), ((0,),), (1, 0.5), (0.2, 0.6), (2, 0, 1.5)),
         *((other.reshape(-1),), (0, index, other, "sum"), (row, row), (target.shape,)),
     ]
@@ -199,7 +201,45 @@ def compare_on_mesh(kinds: list[str], names: list[str], count: int) -> dict[str,
     return findings
 
 
+def errors_of_one_part() -> tuple[list[str], list[str]]:
+    """A job: what comes of calls that fail on the last rank's part alone, with plain tensors and with sharded ones."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("shard",))
+    install(mesh)
+    torch.set_grad_enabled(False)
+    rows, columns = partial(distributed, mesh, 0), partial(distributed, mesh, 1)
+    return _outcomes(lambda tensor: tensor, lambda tensor: tensor), _outcomes(rows, columns)
+
+
+def _outcomes(rows: Callable[[Tensor], Any], columns: Callable[[Tensor], Any]) -> list[str]:
+    numbers, divisors = rows(torch.arange(4)), rows(torch.tensor([1, 2, 3, 0]))
+    matrices, index = rows(torch.eye(2).expand(4, 2, 2).clone()), rows(torch.tensor([[0], [1], [0], [7]]))
+    singular = rows(torch.eye(2).expand(2, 2, 2) * torch.tensor([1.0, 0.0]).view(2, 1, 1))
+    uneven = columns(torch.arange(5.0).view(1, 5))
+    calls: list[Callable[[], Any]] = [
+        lambda: numbers // divisors,
+        lambda: numbers.remainder_(divisors),
+        lambda: matrices[:, 0].gather(1, index),
+        lambda: torch.inverse(singular),
+        lambda: torch.nn.functional.pad(uneven, (2, 2), mode="reflect"),
+        lambda: uneven.unfold(1, 3, 1),
+        lambda: torch.nn.functional.max_pool1d(uneven, 3, 1),
+        lambda: uneven.topk(3, 1)[0],
+        lambda: uneven.view(5),
+        lambda: uneven.mul_(2).add_(1).sum(),
+    ]
+    return [_outcome(call) for call in calls]
+
+
+def _outcome(call: Callable[[], Any]) -> str:
+    try:
+        return str(tree_map(whole, call()))
+    except RuntimeError as error:
+        return type(error).__name__
+
+
 def distributed(mesh: Any, dim: int, tensor: Tensor) -> DTensor:
+    if dim < 0 and tensor.dtype == torch.bool:  # is no sum
+        return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     if dim < 0:
         share = 0.25 if tensor.is_floating_point() else 0  # integers keep their dtype: one rank has them all
         term = tensor * (share if mesh.get_local_rank() else 1 - (mesh.size() - 1) * share)

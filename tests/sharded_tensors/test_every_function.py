@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness import run_distributed
-from tests.sharded_tensors.every_function import Findings, compare_on_mesh, functions, targets
+from tests.sharded_tensors.every_function import Findings, compare_on_mesh, errors_of_one_part, functions, targets
 
 METHODS = [name for name in functions() if name.startswith("Tensor.")]
 # A sharded tensor cannot change its shape in place, nor exchange its memory for another's; gloo has no 16-bit integers.
@@ -37,6 +37,12 @@ def test_ranks_with_one_row_or_none_go_the_way_of_the_others() -> None:
             assert found.calls > 10, f"{kind}: only {found.calls} calls could be made"
             assert not found.differ, f"{kind}: {found.differ}"
             assert not found.raised, f"{kind}: {found.raised}"
+
+
+def test_what_fails_on_one_rank_alone_is_computed_whole_by_all() -> None:
+    for plain, sharded in run_distributed(errors_of_one_part, 2):
+        assert sharded == plain
+        assert plain[:4] == ["RuntimeError", "RuntimeError", "RuntimeError", "_LinAlgError"]
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_effi.sharded_tensors.names import is_in_place
+from lightning_effi.sharded_tensors.names import Sensitivity, is_in_place, sensitivity
 
 METHODS = sorted(name for name in dir(Tensor) if callable(getattr(Tensor, name, None)))
 DUNDERS = {name for name in METHODS if name.startswith("__") and name.endswith("__")}
@@ -61,3 +61,25 @@ def test_methods_with_an_underscore_write() -> None:
     assert flags == {"requires_grad_", "share_memory_"}
     assert not any(writes(name) for name in flags)
     assert {name for name in UNDERSCORED - flags if not writes(name)} == UNSEEN
+
+
+def test_what_functions_look_at_is_known_by_their_names() -> None:
+    by_place = [
+        Tensor.add,
+        Tensor.__iadd__,
+        Tensor.mul_,
+        torch._foreach_addcmul_,
+        Tensor.copy_,
+        Tensor.float,
+        torch.sum,
+    ]
+    without_values = [Tensor.stride, Tensor.is_contiguous, Tensor.new_zeros, Tensor.size, torch.autograd.grad]
+    for func in (*by_place, *without_values):
+        assert sensitivity(func) == Sensitivity(), func
+    for func in (torch.norm, torch._foreach_norm, Tensor.amax):
+        assert sensitivity(func) == Sensitivity(nothing=True), func
+    for func in (Tensor.floor_divide_, torch._foreach_div, Tensor.__mod__):
+        assert sensitivity(func) == Sensitivity(integers=True), func
+    for func in (Tensor.gather, torch.topk, Tensor.__getitem__, Tensor.__matmul__, torch.nn.functional.pad):
+        assert sensitivity(func) == Sensitivity(lengths=True, nothing=True, integers=True), func
+    assert sensitivity(torch.inverse).values
