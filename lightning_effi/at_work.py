@@ -106,7 +106,9 @@ class ModuleAtWork:
         _refuse(context, module, optimizers)
         if not self.is_left_over(module):
             self.plan = None
-            self._state = set_up(context, module, optimizers, self._tell, self._undo)
+            self._state = waiting = set_up(context, module, self._tell, self._undo)
+            if not waiting.needs_batch:
+                self._state = parallelize(waiting, optimizers, None)
         follow(context, module, self.state.engine, optimizers)
         if isinstance(self._state, Parallelized) or self.state.pipeline is not None:
             self._cut_batches()
@@ -179,26 +181,29 @@ class ModuleAtWork:
             self._state.engine.explain(exception)
             self._state.tensor.explain(exception)
 
-    def end(self, *, all_ranks: bool) -> pl.LightningModule | None:
+    def end(self, context: RunContext, module: pl.LightningModule, *, all_ranks: bool) -> bool:
         """A run is over.
 
         Args:
+            context: of the run.
+            module: of the run.
             all_ranks: whether all ranks are here; otherwise only what asks nobody is taken back.
 
         Returns:
-            the module, where it is an ordinary one again.
+            whether the module is an ordinary one again.
         """
         state = self._state
-        if state is None:
-            return None
-        if not all_ranks:
+        if state is None:  # set-up has failed, and left the module as it was converted
+            context.precision.release(module)
+            return True
+        if isinstance(state, Parallelized) and not all_ranks:
             abandon(state)
             self._state = None
-            return None
+            return False
         if not take_apart(state, state.module.trainer.optimizers):
-            return None
+            return False
         self._state = None
-        return state.module
+        return True
 
 
 def _refuse(context: RunContext, module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:

@@ -55,12 +55,15 @@ class Groups:
 
     Attributes:
         data: ranks that work on different batches and average gradients.
+        user: the same ranks, for what hooks and steps of the module send: a message that one rank sends alone must not
+            be taken for one of sharding, see :mod:`lightning_effi.loop.watch`.
         tensor: ranks that hold parts of the same layers.
         pipeline: ranks that hold the stages of one pipeline, in their order.
         run: all ranks.
     """
 
     data: Group = Group()
+    user: Group = Group()
     tensor: Group = Group()
     pipeline: Group = Group()
     run: Group = Group()

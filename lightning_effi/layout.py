@@ -9,7 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from lightning_effi.compat import torch as torch_compat
+
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "replicate", "shard", "tp")
@@ -120,10 +124,17 @@ class Layout:
         starts = [place for place in map(self.coordinates, range(self.world_size)) if place.pp == 0]
         return [[self.rank_at(place._replace(pp=stage)) for stage in range(self.pipeline)] for place in starts]
 
-    def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The torch mesh with the axes named as in :data:`AXES`; needs a process group."""
+    def device_mesh(self, device_type: str, apart: timedelta | None = None) -> DeviceMesh:
+        """The torch mesh with the axes named as in :data:`AXES`; needs a process group.
+
+        Args:
+            device_type: of the run.
+            apart: the timeout of groups of gloo, of which none is the default group; ``None`` leaves them to torch.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
+        if apart is not None:
+            return torch_compat.mesh_apart(device_type, self.sizes, AXES, apart)
         return init_device_mesh(device_type, self.sizes, mesh_dim_names=AXES)
 
     def __str__(self) -> str:

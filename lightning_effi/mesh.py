@@ -273,7 +273,7 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     def _tell_ranks_apart(self, module: pl.LightningModule) -> None:
         process = Ranks(self.layout.world_size, dist.get_rank(), self._groups.run.device.group_name)
-        group = self._groups.data.device.group_name
+        group = self._groups.user.device.group_name
         data = Ranks(self.data_parallel_size, self.layout.data_parallel_rank(process.rank), group)
         self.words.start(process, data)
         trainer: Any = module.trainer
@@ -286,10 +286,23 @@ class MeshStrategy(ParallelStrategy, ABC):
         self._user_hooks.remove()
 
     def _make_groups(self) -> tuple[DeviceMesh, Groups]:
-        mesh = self.layout.device_mesh(self.root_device.type)
-        data_parallel = torch_compat.flatten_mesh(mesh["replicate", "shard"], "data_parallel").get_group()
+        """On the CPU the user's code has groups of its own: the default group, or one of the data-parallel ranks.
+
+        Two messages of different size that meet in gloo end the process without a word, and two of one size swap their
+        values. In different groups they are two waits, of which :mod:`lightning_effi.loop.watch` knows. On CUDA nobody
+        watches, and further communicators take memory of the device.
+        """
+        apart = self.config.timeout if self.root_device.type == "cpu" and self.has_several_processes else None
+        mesh = self.layout.device_mesh(self.root_device.type, apart)
+        axes = [name for name in ("replicate", "shard") if mesh[name].size() > 1] or ["shard"]
+        several = len(axes) > 1
+        flat = (
+            torch_compat.flatten_mesh(mesh["replicate", "shard"], "data_parallel", apart) if several else mesh[axes[0]]
+        )
+        data = self._with_control(flat.get_group(), ("replicate", "shard"))
         groups = Groups(
-            data=self._with_control(data_parallel, ("replicate", "shard")),
+            data=data,
+            user=data if apart is None else self._user_group(data),
             tensor=self._with_control(mesh["tp"].get_group(), ("tp",)),
             pipeline=self._with_control(mesh["pp"].get_group(), ("pp",)),
             run=self._with_control(dist.group.WORLD, AXES, apart=True),
@@ -315,6 +328,18 @@ class MeshStrategy(ParallelStrategy, ABC):
         """
         if self.root_device.type == "cpu" and not (apart and self.has_several_processes):
             return Group.of(group, group)
+        return Group.of(group, self._gloo_group(axes))
+
+    def _user_group(self, data: Group) -> Group:
+        """The data-parallel ranks again, by another group than that of sharding."""
+        if self.data_parallel_size == 1:
+            return data
+        is_all = self.data_parallel_size == self.layout.world_size
+        group = dist.group.WORLD if is_all else self._gloo_group(("replicate", "shard"))
+        return Group.of(group, group)
+
+    def _gloo_group(self, axes: tuple[str, ...]) -> Any:
+        """A new group of the ranks along ``axes``; every rank must make every group."""
         layout, mine = self.layout, None
         by_place: dict[Any, list[int]] = {}
         for rank in range(layout.world_size):
@@ -322,7 +347,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         for ranks in by_place.values():
             control = dist.new_group(ranks, backend="gloo", timeout=self.config.timeout)
             mine = control if self.global_rank in ranks else mine
-        return Group.of(group, mine)
+        return mine
 
     def set_world_ranks(self) -> None:
         """Called by Lightning when the Trainer is constructed, and again in each process."""
@@ -354,13 +379,13 @@ class MeshStrategy(ParallelStrategy, ABC):
         """Over the data-parallel ranks: ranks that work on the same batch have the same value, and count once."""
         if not isinstance(tensor, Tensor) or not self.is_distributed:
             return tensor
-        return reduce_logged(tensor, group or self.data_parallel_group, reduce_op, self.lightning_module)
+        return reduce_logged(tensor, group or self._groups.user.device, reduce_op, self.lightning_module)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         tensor = whole(tensor)  # a parameter between steps is a shard; stock gathers whole copies
         if group is None or group is dist.group.WORLD:  # self.all_gather() passes that where no group was asked for
-            group = self.data_parallel_group
+            group = self._groups.user.device
             self.words.note_count("self.all_gather")
             if self.needs_process_group and self.data_parallel_size == 1:
                 return tensor  # as in one process

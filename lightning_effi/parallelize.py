@@ -21,14 +21,15 @@ from torch.optim import Optimizer
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.context import RunContext
 from lightning_effi.data_parallel.engine import Engine, WholeEngine
-from lightning_effi.data_parallel.optimizers import DetachedOptimizers, moments
+from lightning_effi.data_parallel.optimizers import DetachedOptimizers, IntactOptimizers, moments
 from lightning_effi.data_parallel.plan import ShardingPlan, plan_sharding, shards
 from lightning_effi.data_parallel.replicated import ReplicatedEngine
 from lightning_effi.data_parallel.sharded import ShardedEngine
 from lightning_effi.microbatches.split import Piece
 from lightning_effi.modules.deferred import DeferredValues
 from lightning_effi.modules.eager import run_eagerly
-from lightning_effi.modules.undo import Undo
+from lightning_effi.modules.intact import IntactModule
+from lightning_effi.modules.undo import Undo, undone_after_failure
 from lightning_effi.pipeline_parallel.coupled_steps import StageStep
 from lightning_effi.pipeline_parallel.engine import PipelineEngine, UnsplitEngine
 from lightning_effi.pipeline_parallel.running.runner import PipelineRunner, Planned
@@ -87,7 +88,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Waiting(Work):
-    """A module that has been set up, and is whole on its device until its first batch."""
+    """A module that has been set up, and is whole until its first batch, where it waits for one."""
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether its first batch has to show how it is used."""
+        return self.context.layout.tensor > 1 or self.context.layout.pipeline > 1
 
     def run_step(self, step: Step, *args: Any, **kwargs: Any) -> Any:
         """Run a step hook of the module as it is."""
@@ -119,33 +125,32 @@ class Parallelized(Work):
 def set_up(
     context: RunContext,
     module: pl.LightningModule,
-    optimizers: Sequence[Optimizer],
     tell: Callable[[Plan], None],
     undo: Undo,
-) -> Waiting | Parallelized:
-    """Take over an intact module and its optimizers; parallelized at once where that needs no batch.
+) -> Waiting:
+    """Take over an intact module.
 
     Args:
         context: of the run.
         module: converted to the run's precision.
-        optimizers: as the user built them on the module.
         tell: called with the plan, once it is known.
         undo: told how to take back what is changed around the module.
     """
     layout, tensor = context.layout, TensorRun(context)
     engine, pipeline = WholeEngine(module), None
-    if layout.tensor > 1:
-        tensor.prepare(module, undo)
-    if layout.pipeline > 1:
-        if layout.tensor == 1:
-            run_eagerly(module, undo, "pipeline")
-        lightning_compat.metrics_in_group(module, context.groups.data.device)
-        undo.push(partial(lightning_compat.metrics_everywhere, module), "dist_sync_fn of the module's metrics")
-        engine = UnsplitEngine(module, context)
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            pipeline = PipelineRunner(context, module, tensor)
-    waiting = Waiting(context, module, engine, tensor, RunProbe(context), pipeline, tell)
-    return waiting if layout.tensor > 1 or layout.pipeline > 1 else parallelize(waiting, optimizers, None)
+    with undone_after_failure() as failing:
+        failing.push(IntactModule(module).put_back, "modules, parameters and buffers")
+        if layout.tensor > 1:
+            tensor.prepare(module, undo)
+        if layout.pipeline > 1:
+            if layout.tensor == 1:
+                run_eagerly(module, undo, "pipeline")
+            lightning_compat.metrics_in_group(module, context.groups.user.device)
+            undo.push(partial(lightning_compat.metrics_everywhere, module), "dist_sync_fn of the module's metrics")
+            engine = UnsplitEngine(module, context)
+            if module.trainer.state.fn == TrainerFn.FITTING:
+                pipeline = PipelineRunner(context, module, tensor)
+    return Waiting(context, module, engine, tensor, RunProbe(context), pipeline, tell)
 
 
 # -- the recipe --------------------------------------------------------------------------------------------------------
@@ -167,33 +172,44 @@ def parallelize(
         RuntimeError: on all ranks, where the parts do not compute what the whole module did.
     """
     context, module, stages = waiting.context, waiting.module, None
-    tensor_plan, staged = _make_plan(waiting, first)
-    if staged is None:  # a pipeline compares by itself, with what it saw of the first batch
-        waiting.probe.before_sharding(module)
-    with _detached(optimizers, module, context) as detached:
-        if tensor_plan is not None:
-            waiting.tensor.apply(module, tensor_plan)
+    with undone_after_failure() as undo:
+        _keep_intact(waiting, optimizers, undo)
+        tensor_plan, staged = _make_plan(waiting, first)
+        if staged is None:  # a pipeline compares by itself, with what it saw of the first batch
+            waiting.probe.before_sharding(module)
+        with _detached(optimizers, module, context) as detached:
+            if tensor_plan is not None:
+                waiting.tensor.apply(module, tensor_plan)
+            if staged is not None:
+                stages = staged.keep(detached)
+            sharding = _plan_sharding(context, module, stages)
+            engine = _shard(waiting, sharding, stages)
+        plan = Plan(
+            context.layout,
+            sharding,
+            context.precision.precision,
+            moments(optimizers),
+            pipeline=None if staged is None else staged.planned.pipeline,
+            tensor=tensor_plan,
+        )
+        follow(context, module, engine, optimizers)
+        if stages is not None:
+            context.precision.step_in_stages({id(optimizer): StageStep(optimizer, stages) for optimizer in optimizers})
+        waiting.tell(plan)
         if staged is not None:
-            stages = staged.keep(detached)
-        sharding = _plan_sharding(context, module, stages)
-        engine = _shard(waiting, sharding, stages)
-    plan = Plan(
-        context.layout,
-        sharding,
-        context.precision.precision,
-        moments(optimizers),
-        pipeline=None if staged is None else staged.planned.pipeline,
-        tensor=tensor_plan,
-    )
-    follow(context, module, engine, optimizers)
-    if stages is not None:
-        context.precision.step_in_stages({id(optimizer): StageStep(optimizer, stages) for optimizer in optimizers})
-    waiting.tell(plan)
-    if staged is not None:
-        staged.verify()
-    return Parallelized(
-        context, module, engine, waiting.tensor, waiting.probe, waiting.pipeline, waiting.tell, plan, stages
-    )
+            staged.verify()
+        return Parallelized(
+            context, module, engine, waiting.tensor, waiting.probe, waiting.pipeline, waiting.tell, plan, stages
+        )
+
+
+def _keep_intact(waiting: Waiting, optimizers: Sequence[Optimizer], undo: Undo) -> None:
+    """Whatever fails from here on, module and optimizers are as before, and the module waits again."""
+    undo.push(IntactModule(waiting.module).put_back, "modules, parameters and buffers")
+    undo.push(IntactOptimizers(optimizers).put_back, "parameters and states of optimizers")
+    undo.push(waiting.tensor.forget, "layers split by tensor parallelism")
+    if waiting.pipeline is not None:
+        undo.push(waiting.pipeline.forget, "the stage of a pipeline")
 
 
 @dataclass(frozen=True)
@@ -245,10 +261,8 @@ def _detached(
     exchanged = shards(layout, context.config.zero_stage, context.precision.compute)
     held = optimizers if exchanged or layout.tensor > 1 or layout.pipeline > 1 else ()
     detached = DetachedOptimizers(held, module)
-    try:
-        yield detached
-    finally:
-        detached.attach(module)  # after an error as well, whatever the module is by then
+    yield detached
+    detached.attach(module)
 
 
 def _plan_sharding(context: RunContext, module: pl.LightningModule, stages: StageParameters | None) -> ShardingPlan:

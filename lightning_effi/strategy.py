@@ -509,9 +509,11 @@ class EffiStrategy(MeshStrategy):
         After an error that other ranks have not met, only what is this rank's own is taken back.
         """
         try:
-            module = self._work.end(all_ranks=self._all_ranks_here)
-            if module is not None and self.layer_sync is not None:
-                self.layer_sync.revert(module)
+            module = self.lightning_module
+            if self._context is not None and module is not None:  # otherwise the run has not come to its set-up
+                is_whole = self._work.end(self._context, module, all_ranks=self._all_ranks_here)
+                if is_whole and self.layer_sync is not None:
+                    self.layer_sync.revert(module)
         finally:
             self.leave_hooks()
             self.undo.run()

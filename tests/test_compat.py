@@ -40,6 +40,7 @@ from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import fsdp as fsdp_compat
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
+from lightning_effi.modules.intact import IntactModule
 from lightning_effi.sharded_tensors.stale_parameters import EarlierParameter
 from tests.harness import WorkerEnvironment, make_trainer, run_distributed, run_isolated
 
@@ -413,6 +414,34 @@ def test_sharded_module_becomes_an_ordinary_one_again(network: Network) -> None:
     assert network.block.weight.grad is not None
     network.load_state_dict(network.state_dict())
     fully_shard(network, mesh=init_device_mesh("cpu", (1,)))  # may be sharded again
+
+
+@relies_on("fsdp.forget", "_module_state_mapping, process groups of FSDPMeshInfo")
+@relies_on("fsdp.is_known", "_module_state_mapping")
+def test_module_that_is_put_back_may_be_sharded_again(mesh: DeviceMesh) -> None:
+    network = Network()
+    parameters, intact = dict(network.named_parameters()), IntactModule(network)
+    fully_shard(network, mesh=mesh["shard"])
+    assert fsdp_compat.is_known(network)
+    intact.put_back()
+    assert not fsdp_compat.is_known(network)
+    assert type(network) is Network
+    assert dict(network.named_parameters()) == parameters
+    fully_shard(network, mesh=mesh["shard"])
+
+
+def groups_apart() -> list[tuple[str, bool, Any]]:
+    sizes = ((1, 2), (2, 1))
+    meshes = [torch_compat.mesh_apart("cpu", size, ("a", "b"), timedelta(seconds=7)) for size in sizes]
+    groups = [mesh[name].get_group() for mesh in meshes for name in ("a", "b")]
+    groups.append(torch_compat.flatten_mesh(meshes[0]["a", "b"], "both", timedelta(seconds=7)).get_group())
+    cpu = torch.device("cpu")
+    return [(dist.get_backend(g), g is not dist.group.WORLD, g._get_backend(cpu).options._timeout) for g in groups]
+
+
+@relies_on("torch.mesh_apart", "backend_override of init_device_mesh, set_timeout")
+def test_groups_of_a_mesh_are_not_the_default_group_and_have_a_timeout() -> None:
+    assert run_distributed(groups_apart, 2) == [[("gloo", True, timedelta(seconds=7))] * 5] * 2
 
 
 @relies_on("dtensor.local_tensor", "DTensor._local_tensor")

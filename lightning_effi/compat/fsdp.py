@@ -300,6 +300,23 @@ def undo(root: nn.Module, full: dict[int, Tensor]) -> None:
             module.__dict__.pop(name, None)
 
 
+def is_known(module: nn.Module) -> bool:
+    """Whether FSDP2 has begun to shard ``module`` (``_composable_state._module_state_mapping``)."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    return module in _module_state_mapping
+
+
+def forget(module: nn.Module) -> None:
+    """Of a module whose class, attributes and hooks are put back otherwise: let FSDP2 know nothing of it."""
+    from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+
+    if is_known(module):
+        for group in getattr(_get_module_state(module), "_fsdp_param_groups", ()):
+            _let_groups_go(group)
+        del _module_state_mapping[module]
+
+
 def _let_groups_go(group: Any) -> None:
     """FSDP2's objects hold each other in cycles for a while; process groups that they hold cannot be destroyed."""
     for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):

@@ -15,9 +15,41 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis named ``name`` over all ranks of ``mesh`` (``DeviceMesh._flatten``, torch 2.13-2.14)."""
-    return mesh._flatten(name)
+def mesh_apart(device_type: str, sizes: tuple[int, ...], names: tuple[str, ...], timeout: timedelta) -> DeviceMesh:
+    """``init_device_mesh`` with groups of gloo that are never the default group, also along an axis of all ranks.
+
+    Meshes take the default group there unless they are told a backend (``backend_override``).
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    override: Any = dict.fromkeys(names, "gloo")
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)
+    for group in mesh.get_all_groups():
+        _set_timeout(timeout, group)
+    return mesh
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str, timeout: timedelta | None = None) -> DeviceMesh:
+    """One axis named ``name`` over all ranks of ``mesh`` (``DeviceMesh._flatten``, torch 2.13-2.14).
+
+    Args:
+        mesh: several axes.
+        name: of the one.
+        timeout: of a group of gloo that is never the default group; ``None`` leaves the choice to the mesh.
+    """
+    if timeout is None:
+        return mesh._flatten(name)
+    flat = mesh._flatten(name, backend_override="gloo")
+    _set_timeout(timeout, flat.get_group())
+    return flat
+
+
+def _set_timeout(timeout: timedelta, group: Any) -> None:
+    """``dist.set_timeout``, which was ``_set_pg_timeout`` before torch 2.14; meshes have none to give."""
+    import torch.distributed as dist
+
+    set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
+    set_timeout(timeout, group)
 
 
 _process = os.getpid()  # for which the pool of operators' threads was made

@@ -101,6 +101,32 @@ class DetachedOptimizers:
                 state[parameter] = {key: shard_like(value, parameter) for key, value in entries.items()}
 
 
+class IntactOptimizers:
+    """Optimizers as they are now, to be put back should sharding fail: attributes, parameters and states, by object."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        every = list(_with_inner(optimizers))
+        self._attributes = [(vars(optimizer), dict(vars(optimizer))) for optimizer in every]
+        groups = [group for optimizer in every for group in optimizer.param_groups]
+        self._groups = [(group, group["params"], list(group["params"])) for group in groups]
+        self._states = [
+            (optimizer.state, {p: dict(entries) for p, entries in optimizer.state.items()}) for optimizer in every
+        ]
+
+    def put_back(self) -> None:
+        """Undo what has been done to them since; asks no other rank."""
+        for held, attributes in self._attributes:
+            for name in held.keys() - attributes.keys():
+                del held[name]
+            held.update(attributes)
+        for group, parameters, kept in self._groups:
+            parameters[:] = kept
+            group["params"] = parameters
+        for state, entries in self._states:
+            state.clear()
+            state.update(entries)
+
+
 def _refuse_foreign(optimizers: Iterable[Optimizer], module: nn.Module, names: Container[int]) -> None:
     """Before any optimizer is emptied."""
     for optimizer in _with_inner(optimizers):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,13 @@ class Undo:
     Who changes something pushes at once how it is taken back. Steps are *local*, unless they talk to other ranks:
     the local ones are always run, also after a failure; the *collective* ones (gathering shards, say) only after a good
     run, since ranks that have failed do not answer.
+
+    Args:
+        lists: whether what is pushed has changed something, and belongs in the list of changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lists: bool = True) -> None:
+        self._lists = lists
         self._steps: list[_Step] = []
 
     def __len__(self) -> int:
@@ -47,7 +52,7 @@ class Undo:
             collective: whether it talks to other ranks.
         """
         self._steps.append(_Step(step, change or _name(step), collective))
-        if _logger.isEnabledFor(logging.DEBUG):
+        if self._lists and _logger.isEnabledFor(logging.DEBUG):
             end = "a good run" if collective else "the run, also after an error"
             _logger.debug("change: %s; by %s, until the end of %s", self._steps[-1].change, _caller(), end)
 
@@ -75,6 +80,23 @@ class Undo:
             for further in errors[1:]:
                 errors[0].add_note(f"lightning_effi: while changes were taken back, also {further!r}")
             raise errors[0]
+
+
+@contextmanager
+def undone_after_failure() -> Iterator[Undo]:
+    """Inside, what is pushed is taken back should an error or an interruption end it; after that it is forgotten.
+
+    Steps must be local: nobody knows whether other ranks have failed too.
+    """
+    undo = Undo(lists=False)
+    try:
+        yield undo
+    except BaseException as error:
+        try:
+            undo.run(collective=False)
+        except Exception as further:
+            error.add_note(f"lightning_effi: while changes were taken back, also {further!r}")
+        raise
 
 
 def _name(step: Callable[[], object]) -> str:

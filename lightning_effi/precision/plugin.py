@@ -185,6 +185,7 @@ class EffiPrecision(Precision):
     def leave_run(self) -> None:
         """The run of :meth:`use_device` is over."""
         self._is_in_run = False
+        self.stages, self._around_steps = None, {}
         if self._steps is not None:
             self._steps.group = None
 

@@ -71,7 +71,7 @@ class TensorRun:
         module.to(context.device)
         broadcast_states([*module.parameters(), *module.buffers()], dist.group.WORLD)
         agree_on_randomness(context.groups.tensor.control, context.data_parallel_rank)
-        lightning_compat.metrics_in_group(module, context.groups.data.device)
+        lightning_compat.metrics_in_group(module, context.groups.user.device)
         undo.push(partial(lightning_compat.metrics_everywhere, module), "dist_sync_fn of the module's metrics")
         # in evaluation torch's encoder layers would pass their whole weights to one fused kernel
         before = torch.backends.mha.get_fastpath_enabled()
@@ -159,6 +159,11 @@ class TensorRun:
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
+
+    def forget(self) -> None:
+        """The module is put back otherwise, and is whole."""
+        self._applied = self._outside = None
+        self.is_pending = self.is_wanted
 
     def begin_step(self, batch: Any) -> None:
         """A step is about to run; in the first ones, make sure that the ranks of a group were given the same batch.

@@ -11,6 +11,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -55,6 +56,10 @@ class Lonely(pl.LightningModule):
             self.blocks[0].register_forward_pre_hook(refuse)  # type: ignore[union-attr]
         if self.alone("last stage", 1):
             self.blocks[-1].register_forward_pre_hook(refuse)  # type: ignore[union-attr]
+        if self.alone("gather", 0):
+            self.all_gather(batch[0])
+        if self.alone("reduce", 1):
+            dist.all_reduce(batch[:, 0])
         if self.alone("state", 0):
             self.trainer.strategy.lightning_module_state_dict()
 
@@ -78,11 +83,13 @@ def fit_until_it_ends(fault: str, strategy: dict[str, Any]) -> tuple[int, str]:
     [
         ("norm", ".grad.norm().item()", {"zero_stage": 2}),
         ("skipped blocks", "x = block(x)", {"zero_stage": 3}),
+        ("gather", "self.all_gather(batch[0])", {"zero_stage": 3}),
+        pytest.param("reduce", "dist.all_reduce(batch[:, 0])", {"zero_stage": 3}, marks=pytest.mark.full),
         pytest.param("norm", ".grad.norm().item()", {"tensor_parallel_size": 2}, marks=pytest.mark.full),
         pytest.param("state", ".lightning_module_state_dict()", {"zero_stage": 3}, marks=pytest.mark.full),
         pytest.param("state", ".lightning_module_state_dict()", {"pipeline_parallel_size": 2}, marks=pytest.mark.full),
     ],
-    ids=["norm-zero2", "skipped-zero3", "norm-tp2", "state-zero3", "state-pp2"],
+    ids=["norm-zero2", "skipped-zero3", "gather-zero3", "reduce-zero3", "norm-tp2", "state-zero3", "state-pp2"],
 )
 def test_wait_of_one_rank_alone_is_an_error_with_its_line_on_all_ranks(
     fault: str, line: str, strategy: dict[str, Any]

@@ -165,8 +165,12 @@ class PipelineRunner:
         if self.stages is not None:
             self.stages.make_whole()
             self.stages.return_to_optimizers(optimizers)
-        self.stages = self._at_work = self._together = None
+        self.forget()
+
+    def forget(self) -> None:
+        """There are no stages any more: this rank holds the whole module."""
         self.leave()
+        self.stages = self._at_work = self._together = None
 
     def leave(self) -> None:
         """Blocks are called as they were written again, whichever of them this rank holds."""
