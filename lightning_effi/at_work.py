@@ -24,6 +24,7 @@ from lightning_effi.gradients.window import AccumulationWindow
 from lightning_effi.microbatches.retry import refuse_retry
 from lightning_effi.microbatches.sequential import SequentialRunner
 from lightning_effi.microbatches.step import MicrobatchedStep, refuse_uncuttable
+from lightning_effi.modules.new_names import NewNames
 from lightning_effi.modules.undo import Undo
 from lightning_effi.parallelize import (
     FirstPiece,
@@ -134,6 +135,7 @@ class ModuleAtWork:
         shows_use = trainer.training or trainer.state.fn != TrainerFn.FITTING
         if isinstance(state, Waiting) and state.context.layout.pipeline == 1 and shows_use:
             self._state = parallelize(state, state.module.trainer.optimizers, FirstStep(step, args, kwargs))
+            self._refuse_new_names()
             self._cut_batches()
         return self.state
 
@@ -141,7 +143,13 @@ class ModuleAtWork:
         state = self.state
         assert isinstance(state, Waiting)
         self._state = parallelize(state, state.module.trainer.optimizers, first)
+        self._refuse_new_names()
         return self._state.engine
+
+    def _refuse_new_names(self) -> None:
+        layout = self.state.context.layout
+        axis, size = ("pipeline", layout.pipeline) if layout.pipeline > 1 else ("tensor", layout.tensor)
+        NewNames(self.state.module, f"{axis}_parallel_size={size}", self._undo)
 
     def _cut_batches(self) -> None:
         """Training steps are carried out in micro-batches where that is asked for; else each batch is one piece."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
@@ -1089,3 +1090,17 @@ def _operators_in_threads(trainer: pl.Trainer, values: Tensor) -> bool:
 @relies_on("torch.rebuild_thread_pool", "at::set_num_threads making the pool that a fork took away")
 def test_forked_ranks_have_a_thread_pool_before_there_are_threads() -> None:
     assert run_isolated(forks_without_thread_pool) == 0
+
+
+def test_layer_being_parametrized() -> None:
+    layer, seen = nn.Linear(2, 2), []
+
+    class Looking(nn.Identity):
+        def right_inverse(self, weight: Tensor) -> Tensor:
+            seen.append(torch_compat.layer_being_parametrized(inspect.currentframe()))
+            assert "weight" in layer._parameters  # nothing has been taken off yet
+            return weight
+
+    parametrize.register_parametrization(layer, "weight", Looking())
+    assert seen[0] is layer
+    assert torch_compat.layer_being_parametrized(inspect.currentframe()) is None

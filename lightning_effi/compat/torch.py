@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -464,3 +466,14 @@ def default_group(group: Any) -> Iterator[None]:
         for (module, _), original in zip(places, originals, strict=True):
             module.get_rank = original  # type: ignore[attr-defined]
         dist.GroupMember.WORLD = before
+
+
+def layer_being_parametrized(frame: FrameType | None) -> nn.Module | None:
+    """The module that a running ``register_parametrization`` was given; ``None`` where none runs in ``frame``'s stack.
+
+    torch takes the parameter off before it tells the module of its parametrization.
+    """
+    code = parametrize.register_parametrization.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else cast("nn.Module", frame.f_locals["module"])

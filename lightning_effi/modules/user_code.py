@@ -32,6 +32,19 @@ def line_in_a_run(frames: Iterable[Frame]) -> str:
     return _innermost(takewhile(lambda frame: frame[2] != "_call_and_handle_interrupt", frames))
 
 
+def line_outside_of_this_package(frames: Iterable[Frame]) -> str:
+    """As :func:`line_in_a_run`; empty as well where this package, or torch's own sharding, has called the innermost."""
+    own = (_PACKAGE, *(f"{root}/torch/distributed/" for root in _INSTALLED))
+    inner: list[Frame] = []
+    for frame in frames:
+        if frame[0].startswith(own):
+            return _innermost(inner)
+        if frame[2] == "_call_and_handle_interrupt":
+            break
+        inner.append(frame)
+    return _innermost(inner)
+
+
 def is_in_torch(path: str) -> bool:
     """Whether a file belongs to torch or to this package, as the innermost function does in a wait for other ranks."""
     return path.startswith(_PACKAGE) or any(path.startswith(f"{root}/torch/") for root in _INSTALLED)
