@@ -89,7 +89,8 @@ class Watch:
         verdict = self._board.settled("deadlock")
         if verdict is None:
             return False
-        if isinstance(exception, RuntimeError):  # of a connection that was shut down
+        # of a connection that was shut down, which planning may have taken for an error of the module
+        if isinstance(exception, RuntimeError) or "/gloo/" in str(exception):
             exception.args = (verdict,)
         else:
             exception.add_note(f"lightning_effi: {verdict}")

@@ -40,7 +40,12 @@ class Lonely(pl.LightningModule):
     def alone(self, fault: str, rank: int) -> bool:
         return self.fault == fault and self.global_rank == rank and self.trainer.global_step == 2
 
+    def refuse_in(self, fault: str) -> None:
+        if self.fault == fault and self.trainer.strategy.context.rank == 1:
+            refuse(self, ())
+
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        self.refuse_in("first batch")
         for block in self.blocks[: 2 if self.alone("skipped blocks", 1) else 4]:
             x = block(x)
         return self.head(x).pow(2).mean()
@@ -64,6 +69,7 @@ class Lonely(pl.LightningModule):
             self.trainer.strategy.lightning_module_state_dict()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.refuse_in("set-up")
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -73,7 +79,7 @@ def fit_until_it_ends(fault: str, strategy: dict[str, Any]) -> tuple[int, str]:
     trainer = make_trainer(strategy, 2, max_steps=4)
     try:
         trainer.fit(Lonely(fault), DataLoader(torch.randn(64, 8), batch_size=4))
-    except (RuntimeError, LookupError) as error:
+    except (RuntimeError, LookupError, ValueError) as error:
         return trainer.global_step, str(error)
     return trainer.global_step, ""
 
@@ -107,8 +113,10 @@ def test_wait_of_one_rank_alone_is_an_error_with_its_line_on_all_ranks(
         ("last stage", 1, {"pipeline_parallel_size": 2}),
         pytest.param("error", 0, {"pipeline_parallel_size": 2}, marks=pytest.mark.full),
         pytest.param("error", 0, {"zero_stage": 3}, marks=pytest.mark.full),
+        pytest.param("first batch", 1, {"tensor_parallel_size": 2}, marks=pytest.mark.full),
+        pytest.param("set-up", 1, {"zero_stage": 3}, marks=pytest.mark.full),
     ],
-    ids=["last-pp2", "first-pp2", "zero3"],
+    ids=["last-pp2", "first-pp2", "zero3", "first-batch-tp2", "set-up-zero3"],
 )
 def test_an_error_of_one_rank_reaches_the_others_where_processes_live_on(
     fault: str, rank: int, strategy: dict[str, Any]
