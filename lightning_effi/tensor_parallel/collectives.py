@@ -11,7 +11,7 @@ A dim that is one piece need not be divisible: the first ranks then hold one row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -36,35 +36,82 @@ class TensorGroup:
 
 
 def share(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """Use a replicated tensor in a computation that is split: what the ranks' parts pull on it is added up."""
+    """Use a replicated tensor in a computation that is split; the backward is an all-reduce.
+
+    Args:
+        tensor: any shape, the same values on every rank.
+        group: the ranks that go on with it.
+
+    Returns:
+        the same values, of the same shape.
+    """
     [shared] = share_all([tensor], group)
     return shared
 
 
 def share_all(tensors: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
-    """:func:`share` each of ``tensors``, in one message (a norm's weight and bias)."""
+    """:func:`share` each of ``tensors``, whose gradients are all-reduced in one message (a norm's weight and bias)."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return list(tensors)
     return list(_Share.apply(group, *tensors))
 
 
 def reduce(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of the ranks' contributions; replicated."""
+    """All-reduce: the sum of the ranks' summands; the backward passes the gradient on.
+
+    Args:
+        tensor: this rank's summand, of any shape that all ranks share.
+        group: the ranks whose summands are added up.
+
+    Returns:
+        the sum, of the same shape; replicated.
+    """
     return _Reduce.apply(tensor, group)  # type: ignore[no-any-return]
 
 
 def take(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-    """This rank's part of a replicated tensor. A single piece need not be divisible, see :func:`part_of`."""
-    return _Take.apply(tensor, dim, pieces, group)  # type: ignore[no-any-return]
+    """Keep this rank's part of a replicated tensor; the backward is an all-gather.
+
+    Args:
+        tensor: ``[..., rows, ...]``, the same values on every rank.
+        dim: the dim of ``rows``.
+        pieces: what ``rows`` consists of, each split by itself. A single piece need not be divisible, see
+            :func:`part_of`.
+        group: the ranks that split it.
+
+    Returns:
+        ``[..., rows / size, ...]``.
+    """
+    return _Move.apply(tensor, dim, pieces, group, _local_part, gather)  # type: ignore[no-any-return]
 
 
 def gather(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-    """The whole of a split tensor; replicated."""
-    return _Gather.apply(tensor, dim, pieces, group)  # type: ignore[no-any-return]
+    """All-gather for a computation that every rank does whole; the backward keeps this rank's part.
+
+    Args:
+        tensor: ``[..., rows / size, ...]``, this rank's part.
+        dim: the dim of ``rows``.
+        pieces: what ``rows`` consists of, each split by itself.
+        group: the ranks that split it.
+
+    Returns:
+        ``[..., rows, ...]``; replicated.
+    """
+    return _Move.apply(tensor, dim, pieces, group, _whole, take)  # type: ignore[no-any-return]
 
 
 def exchange(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-    """Rows as they are stored (rank r has the r-th part of all) → as they are used (the r-th part of each piece)."""
+    """All-to-all from rows as they are stored to rows as they are used; the backward is the way back.
+
+    Args:
+        tensor: ``[..., rows / size, ...]``, on rank r the r-th part of all rows.
+        dim: the dim of ``rows``.
+        pieces: what ``rows`` consists of, each divisible by the group's size.
+        group: the ranks that split it.
+
+    Returns:
+        ``[..., rows / size, ...]``, on rank r the r-th part of each piece.
+    """
     return _Exchange.apply(tensor, dim, pieces, group)  # type: ignore[no-any-return]
 
 
@@ -79,17 +126,45 @@ def part_of(extent: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def assemble(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-    """The whole of a split tensor, for a computation that is split: what the ranks' parts pull on it is added up."""
-    return _Assemble.apply(tensor, dim, pieces, group)  # type: ignore[no-any-return]
+    """All-gather for a computation that is split; the backward is a reduce-scatter.
+
+    Args:
+        tensor: ``[..., rows / size, ...]``, this rank's part.
+        dim: the dim of ``rows``.
+        pieces: what ``rows`` consists of, each split by itself.
+        group: the ranks that split it.
+
+    Returns:
+        ``[..., rows, ...]``, the same values on every rank, whose gradients are added up.
+    """
+    return _Move.apply(tensor, dim, pieces, group, _whole, scatter_sum)  # type: ignore[no-any-return]
 
 
 def scatter_sum(tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-    """This rank's part of the sum of the ranks' contributions."""
-    return _ScatterSum.apply(tensor, dim, pieces, group)  # type: ignore[no-any-return]
+    """Reduce-scatter: this rank's part of the sum of the ranks' summands; the backward is an all-gather.
+
+    Args:
+        tensor: ``[..., rows, ...]``, this rank's summand.
+        dim: the dim of ``rows``.
+        pieces: what ``rows`` consists of, each split by itself.
+        group: the ranks whose summands are added up.
+
+    Returns:
+        ``[..., rows / size, ...]``.
+    """
+    return _Move.apply(tensor, dim, pieces, group, _part_of_sum, assemble)  # type: ignore[no-any-return]
 
 
 def contribute(tensor: Tensor, group: TensorGroup) -> Tensor:
-    """A replicated summand of a sum over the ranks: it counts once, and has the gradient of the sum on every rank."""
+    """A replicated summand of a sum over the ranks: it counts once, and has the gradient of the sum on every rank.
+
+    Args:
+        tensor: any shape, the same values on every rank.
+        group: the ranks whose summands are added up.
+
+    Returns:
+        the values on the first rank and zeros on the others, of the same shape.
+    """
     return _Contribute.apply(tensor, group)  # type: ignore[no-any-return]
 
 
@@ -131,48 +206,22 @@ class _Reduce(torch.autograd.Function):
         return share(gradient, ctx.group), None
 
 
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.pieces, ctx.group = dim, pieces, group
-        return _local_part(tensor, dim, pieces, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gather(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
+_Way = Callable[[Tensor, int, tuple[int, ...], TensorGroup], Tensor]
 
 
-class _Gather(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """``way(tensor, dim, pieces, group)``, between wholes and parts; gradients go ``back``, itself such a way."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.pieces, ctx.group = dim, pieces, group
-        return _whole(tensor, dim, pieces, group)
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup, way: _Way, back: _Way
+    ) -> Tensor:
+        ctx.dim, ctx.pieces, ctx.group, ctx.back = dim, pieces, group, back
+        return way(tensor, dim, pieces, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return take(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
-
-
-class _Assemble(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.pieces, ctx.group = dim, pieces, group
-        return _whole(tensor, dim, pieces, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return scatter_sum(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, pieces: tuple[int, ...], group: TensorGroup) -> Tensor:
-        ctx.dim, ctx.pieces, ctx.group = dim, pieces, group
-        return _part_of_sum(tensor, dim, pieces, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return assemble(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None
+        return ctx.back(gradient, ctx.dim, ctx.pieces, ctx.group), None, None, None, None, None
 
 
 class _Contribute(torch.autograd.Function):
