@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_effi.tensor_parallel.randomness import own_draws
 from lightning_effi.tensor_parallel.rules.draws import part_of_noise
+from lightning_effi.tensor_parallel.rules.wholes import run_on_wholes
 from lightning_effi.tensor_parallel.split import CannotSplitError, Split, SplitTensor, aligned, wrap
 
 Args = tuple[Any, ...]
@@ -21,21 +22,19 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale
 
 def scaled_dot_product_attention(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Heads are dim -3. Key/value heads that are not split (fewer than ranks) are matched to this rank's queries."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     given = dict(zip(_NAMES, args, strict=False)) | kwargs
     query = given["query"]
     if not isinstance(query, SplitTensor):
         heads = [given[key] for key in ("key", "value") if isinstance(given[key], SplitTensor)]
         if not heads or query.dim() < 3 or heads[0].placement.dim != heads[0].dim() - 3:
-            return fall_back(func, args, kwargs)
+            return run_on_wholes(func, args, kwargs)
         split = heads[0].placement
         # queries that are not split follow their keys
         whole = split.at(query.dim() - 3, (query.shape[-3],))
         query = given["query"] = wrap(aligned(query, whole, 3), whole)
     split = query.placement
     if split.dim != query.dim() - 3 or not split.is_contiguous:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     for key in ("key", "value"):
         given[key] = _heads_of(given[key], split)
     if given["key"].shape[-3] == query.shape[-3]:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from lightning_effi.tensor_parallel.collectives import laid_out_like, take
 from lightning_effi.tensor_parallel.rules.elementwise import elementwise
+from lightning_effi.tensor_parallel.rules.wholes import run_on_wholes
 from lightning_effi.tensor_parallel.split import Split, SplitTensor, whole_shape, wrap
 
 Args = tuple[Any, ...]
@@ -68,9 +69,7 @@ def fill(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``x.uniform_()`` and the like, with numbers as parameters."""
     tensor, *rest = args
     if not isinstance(tensor, SplitTensor) or any(isinstance(value, Tensor) for value in (*rest, *kwargs.values())):
-        from lightning_effi.tensor_parallel.rules import fall_back
-
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     with torch.no_grad():
         drawn = func(_whole_like(tensor), *rest, **kwargs)
     return elementwise(Tensor.copy_, (tensor, _part(drawn, tensor)), {})

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_effi.sharded_tensors.names import is_in_place
+from lightning_effi.tensor_parallel.rules.wholes import run_on_wholes
 from lightning_effi.tensor_parallel.split import Split, SplitTensor, aligned, split_tensors, wrap
 
 # fmt: off
@@ -34,8 +35,6 @@ _NAMES = """
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operands meet by broadcasting; replicated ones are cut or shared to fit."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     operands = split_tensors(args, kwargs)
     cut = [t for t in operands if t.placement.dim is not None]
     if not cut:
@@ -44,11 +43,11 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     name = getattr(func, "__name__", "")
     # a part of what is whole would be written to a copy of it, which nobody keeps
     if is_in_place(name) and not any(args[0] is t for t in cut):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     split = merged(cut)
     from_right = _from_right(first)
     if any(_from_right(t) != from_right or t.placement.pieces != split.pieces for t in cut):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
 
     def fit(leaf: Any) -> Any:
         return aligned(leaf, split, from_right) if isinstance(leaf, Tensor) else leaf
@@ -59,7 +58,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if split.yields and first.dtype == torch.float64 and output.dtype == torch.float32:
         # transformers computes losses in fp32 in fp64 runs too: what torch makes of whole logits has other last bits
         # than a sum over ranks, and there a difference of 1e-8 is one
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     return _rewrapped(output, split.at(output.dim() - from_right), args)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_effi.tensor_parallel.collectives import take
+from lightning_effi.tensor_parallel.rules.wholes import run_on_wholes
 from lightning_effi.tensor_parallel.split import SplitTensor, split_tensors, wrap
 
 Args = tuple[Any, ...]
@@ -16,11 +17,9 @@ Kwargs = dict[str, Any]
 
 def grad(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``torch.autograd.grad(outputs, inputs, ...)`` for replicated outputs."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
     if split_tensors(given["outputs"]):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     inputs = [given["inputs"]] if isinstance(given["inputs"], Tensor) else list(given["inputs"])
     return tuple(like(gradient, tensor) for gradient, tensor in zip(func(*args, **kwargs), inputs, strict=True))
 

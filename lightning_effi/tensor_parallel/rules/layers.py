@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_effi.tensor_parallel.collectives import TensorGroup, contribute, exchange, reduce, share, share_all, take
+from lightning_effi.tensor_parallel.rules.wholes import run_on_wholes
 from lightning_effi.tensor_parallel.split import CannotSplitError, Column, Split, SplitTensor, wrap
 
 Args = tuple[Any, ...]
@@ -24,10 +25,8 @@ def linear(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 def addmm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``torch.addmm(bias, input, weight [in, out])``, as Hugging Face's Conv1D writes it."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     if len(args) != 3 or kwargs or not isinstance(args[1], SplitTensor):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     bias, tensor, weight = args
     return layer(tensor, weight, bias, out_dim=1, product=torch.matmul)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_effi.tensor_parallel.collectives import reduce
 from lightning_effi.tensor_parallel.rules.elementwise import elementwise, merged
 from lightning_effi.tensor_parallel.rules.layers import layer
+from lightning_effi.tensor_parallel.rules.wholes import run_on_wholes
 from lightning_effi.tensor_parallel.split import Split, SplitTensor, aligned, split_tensors, wrap
 
 Args = tuple[Any, ...]
@@ -19,8 +20,6 @@ Kwargs = dict[str, Any]
 
 def matmul(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Batch dims split alike stay split; a split row or column dim stays, a split inner dim is summed up."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     left, right = (*args, *kwargs.values())[:2]
     if func.__name__ in ("__rmatmul__",):
         left, right = right, left
@@ -28,7 +27,7 @@ def matmul(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         return layer(left, right, None, out_dim=1, product=torch.matmul)  # ``x @ self.weight.T``
     cut = [t for t in split_tensors(left, right) if t.placement.dim is not None]
     if not cut or left.dim() < 2 or right.dim() < 2 or len(args) + len(kwargs) > 2:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     split = merged(cut)
     dims = max(left.dim(), right.dim())
     places = {_from_right(t) for t in cut}
@@ -46,7 +45,7 @@ def matmul(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
             return reduce(torch.matmul(left.as_subclass(Tensor), aligned(right, split, 2)), split.group)
     if len(cut) == 2 and _from_right(left) == 1 and _from_right(right) == 2 and split.pieces == right.placement.pieces:
         return reduce(torch.matmul(left.as_subclass(Tensor), right.as_subclass(Tensor)), split.group)
-    return fall_back(func, args, kwargs)
+    return run_on_wholes(func, args, kwargs)
 
 
 def baddbmm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -75,19 +74,17 @@ def baddbmm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 def einsum(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """One letter is split: it stays split if it is in the output, and is summed over the ranks otherwise."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
     if not isinstance(equation, str) or "." in equation or "->" not in equation or len(operands) != 2:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     inputs, _, output = equation.replace(" ", "").partition("->")
     letters = inputs.split(",")
     cut = [(t, term[t.placement.dim]) for t, term in zip(operands, letters, strict=True)
            if isinstance(t, SplitTensor) and t.placement.dim is not None]  # fmt: skip
     if not cut or len({letter for _, letter in cut}) > 1 or len({t.placement.pieces for t, _ in cut}) > 1:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     letter, split = cut[0][1], merged([t for t, _ in cut])
     fitted = [
         aligned(t, split, len(term) - term.index(letter) if letter in term else len(term) + 1)
@@ -97,7 +94,7 @@ def einsum(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if letter in output:
         return wrap(result, split.at(output.index(letter)))
     if not all(letter in term for term in letters):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     return reduce(result.as_subclass(Tensor), split.group)
 
 

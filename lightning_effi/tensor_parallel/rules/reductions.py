@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_effi.tensor_parallel.collectives import reduce, share_all
 from lightning_effi.tensor_parallel.rules.elementwise import elementwise
+from lightning_effi.tensor_parallel.rules.wholes import run_on_wholes
 from lightning_effi.tensor_parallel.split import SplitTensor, refuse_stored, wrap
 
 Args = tuple[Any, ...]
@@ -21,47 +22,41 @@ _REDUCE = ["sum", "mean", "var", "std", "amax", "amin", "logsumexp", "norm", "ve
 
 def along_dim(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Keeps all dims: softmax and the like."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     tensor = args[0] if args else kwargs.get("input")
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if not isinstance(tensor, SplitTensor):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     split = tensor.placement
     if split.dim is None:
         return elementwise(func, args, kwargs)
     if not isinstance(dim, int) or dim % tensor.dim() == split.dim:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     return wrap(func(*args, **kwargs), split)
 
 
 def reduction(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Drops dims, or keeps them with size 1."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     tensor = args[0] if args else kwargs.get("input")
     position = 2 if func.__name__ in ("norm", "vector_norm", "linalg_vector_norm") else 1
     dim = kwargs.get("dim", args[position] if len(args) > position else None)
     if not isinstance(tensor, SplitTensor) or dim is None or isinstance(dim, (Tensor, bool)):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     split = tensor.placement
     dims = {d % tensor.dim() for d in ([dim] if isinstance(dim, int) else dim)}
     if split.dim in dims and func.__name__ in ("sum", "mean") and tensor.is_floating_point() and split.is_even:
         total = reduce(func(*args, **kwargs), split.group)  # of all parts, which are of one size
         return total / split.group.size if func.__name__ == "mean" else total
     if split.dim is None or split.dim in dims or not dims:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     output = func(*args, **kwargs)
     if not isinstance(output, Tensor):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     dropped = 0 if output.dim() == tensor.dim() else sum(d < split.dim for d in dims)
     return wrap(output, split.at(split.dim - dropped))
 
 
 def extremes(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``max``, ``topk`` and the like along a dim, which return values and indices; ``max`` of two tensors."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     tensor = args[0] if args else kwargs.get("input")
     is_search = func.__name__ in ("topk", "kthvalue")
     rest = [*args[1:], *(kwargs[key] for key in ("other",) if key in kwargs)]
@@ -71,12 +66,12 @@ def extremes(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     dim = kwargs.get("dim", args[position] if len(args) > position else -1 if is_search or func.__name__ == "sort" else
                      None)  # fmt: skip
     if not isinstance(tensor, SplitTensor) or type(dim) is not int or tensor.placement.dim is None:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     split = tensor.placement
     assert split.dim is not None
     dim %= tensor.dim()
     if dim == split.dim:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     found = func(*args, **kwargs)
     dropped = int(found[0].dim() < tensor.dim() and dim < split.dim)
     return type(found)([wrap(part, split.at(split.dim - dropped)) for part in found])
@@ -84,32 +79,28 @@ def extremes(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 def normalize(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``F.normalize``."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     given = dict(zip(("input", "p", "dim", "eps", "out"), args, strict=False)) | kwargs
     tensor, dim = given["input"], given.get("dim", 1)
     if not isinstance(tensor, SplitTensor) or type(dim) is not int or given.get("out") is not None:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     if dim % tensor.dim() == tensor.placement.dim:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     return wrap(func(**given), tensor.placement)
 
 
 def normalisation(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``layer_norm`` and ``rms_norm`` over trailing dims: per head, not over all heads together."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     names = ["input", "normalized_shape", "weight", "bias", "eps"]
     if func.__name__ == "rms_norm":
         names.remove("bias")
     given = dict(zip(names, args, strict=False)) | kwargs
     tensor = given["input"]
     if not isinstance(tensor, SplitTensor) or tensor.placement.dim is None:
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     split = tensor.placement
     assert split.dim is not None
     if split.dim >= tensor.dim() - len(given["normalized_shape"]):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     keys = [key for key in ("weight", "bias") if isinstance(given.get(key), Tensor)]
     for key in keys:
         refuse_stored(given[key], split)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lightning_effi.tensor_parallel.collectives import TensorGroup, part_of, reduce
 from lightning_effi.tensor_parallel.cross_entropy import PartialCrossEntropy, soft_cross_entropy
+from lightning_effi.tensor_parallel.rules.wholes import run_on_wholes
 from lightning_effi.tensor_parallel.split import SplitTensor, whole_shape
 
 Args = tuple[Any, ...]
@@ -25,14 +26,12 @@ _loss_listeners: list[Callable[[], None]] = []
 
 def embedding(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``F.embedding(tokens, weight [V, D])`` with rows of ``weight`` on each rank: the sum of what each one has."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     given = dict(zip(_EMBEDDING, args, strict=False)) | kwargs
     tokens, weight = given["input"], given["weight"]
     if not isinstance(tokens, SplitTensor) or tokens.placement.dim is not None or not hasattr(weight, "device_mesh"):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     return embedded(tokens.as_subclass(Tensor), weight, given.get("padding_idx"), tokens.placement.group)
 
 
@@ -65,8 +64,6 @@ def _foreign(index: Tensor, start: int, rows: int, extent: int) -> Tensor:
 
 def cross_entropy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``F.cross_entropy`` of logits whose classes are split; the result is replicated."""
-    from lightning_effi.tensor_parallel.rules import fall_back
-
     given = dict(zip(_CROSS_ENTROPY, args, strict=False)) | kwargs
     logits, target, weight = given["input"], given["target"], given.get("weight")
     classes = min(1, logits.dim() - 1)
@@ -80,7 +77,7 @@ def cross_entropy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         or hasattr(weight, "device_mesh")
         or not _fits(logits, target)
     ):
-        return fall_back(func, args, kwargs)
+        return run_on_wholes(func, args, kwargs)
     for listener in _loss_listeners:
         listener()
     split = logits.placement
