@@ -19,7 +19,7 @@ from lightning_effi.sharded_tensors.installation import install
 
 NAMESPACES = (torch, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 # Nothing is computed from values: the machinery of objects, storages, devices, seeds, other libraries and processes.
-# The eigenvectors of lobpcg have any sign, by rounding.
+# The eigenvectors of lobpcg have any sign, by rounding. Tensor.index never ends for a plain scalar.
 LEFT_OUT = frozenset(
     """
     __class__ __new__ __init__ __init_subclass__ __subclasshook__ __getattribute__ __setattr__ __delattr__ __dir__
@@ -27,7 +27,7 @@ LEFT_OUT = frozenset(
     __repr__ __str__ __dlpack__ __dlpack_device__ __deepcopy__ __array_wrap__ share_memory_ is_shared stride dim_order
     module_load cuda xpu mtia ipu hpu pin_memory is_pinned type tensor autocast compile register_hook retain_grad
     register_post_accumulate_grad_hook backward empty_like new_empty new_empty_strided resize resize_as empty
-    empty_permuted result_type get_device vmap lobpcg
+    empty_permuted result_type get_device vmap lobpcg index
     """.split()  # noqa: SIM905
 )
 PARTS_LEFT_OUT = ("sym_", "sparse", "quantize", "storage", "data_ptr")
