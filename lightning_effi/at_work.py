@@ -134,10 +134,20 @@ class ModuleAtWork:
         trainer = state.module.trainer
         shows_use = trainer.training or trainer.state.fn != TrainerFn.FITTING
         if isinstance(state, Waiting) and state.context.layout.pipeline == 1 and shows_use:
-            self._state = parallelize(state, state.module.trainer.optimizers, FirstStep(step, args, kwargs))
+            self._state = parallelize(state, self._following, FirstStep(step, args, kwargs))
             self._refuse_new_names()
             self._cut_batches()
         return self.state
+
+    @property
+    def _following(self) -> Sequence[Optimizer]:
+        """The optimizers that hold the module's parameters, whatever becomes of them in this run.
+
+        A tensor-parallel evaluation finds those of an earlier fit, which hold the parts that the module had then.
+        """
+        trainer = self.state.module.trainer
+        left_over = self.state.context.layout.tensor > 1 and trainer.state.fn != TrainerFn.FITTING
+        return () if left_over else trainer.optimizers
 
     def _begin_pipeline(self, first: FirstPiece) -> Engine:
         state = self.state
@@ -208,7 +218,7 @@ class ModuleAtWork:
             abandon(state)
             self._state = None
             return False
-        if not take_apart(state, state.module.trainer.optimizers):
+        if not take_apart(state, self._following):
             return False
         self._state = None
         return True

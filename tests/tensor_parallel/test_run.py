@@ -484,3 +484,28 @@ def rehearsals() -> list[int]:
 
 def test_first_step_runs_after_one_observed_and_one_compared() -> None:
     assert run_distributed(rehearsals, 2) == [[3, 3]] * 2
+
+
+class Validated(GPT):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validated", self.loss(batch))
+
+
+def validate_between_fits(strategy: dict[str, Any], size: int) -> list[tuple[float, float]]:
+    module, data = Validated(), DataLoader(batches(1), batch_size=None)  # type: ignore[arg-type]
+    trainer, found = make_trainer(strategy, size, max_epochs=1, use_distributed_sampler=False), []
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, data)
+        logged = trainer.validate(module, data, verbose=False)[0]["validated"]
+        with torch.no_grad():
+            found.append((logged, module.loss(batches(1)[0]).item()))
+    return found
+
+
+@pytest.mark.parametrize(("size", "zero_stage"), [(2, 0), pytest.param(4, 3, marks=pytest.mark.full)])
+def test_validating_between_two_fits(size: int, zero_stage: int) -> None:
+    for first, second in run_distributed(validate_between_fits, size, TP2 | {"zero_stage": zero_stage}, size):
+        assert first[0] == pytest.approx(first[1], rel=1e-5)
+        assert second[0] == pytest.approx(second[1], rel=1e-5)
+        assert second[0] < first[0]
