@@ -45,24 +45,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _used() -> float:
-    """Processor seconds of this process, of its children that ended, and of those that live with their own that ended.
-
-    The last are the processes that workers and commands are forked from.
-    """
+    """Processor seconds of this process and of all that descend from it, those that ended among them."""
     ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in ended) + sum(map(_seconds_of, _children()))
+    return sum(usage.ru_utime + usage.ru_stime for usage in ended) + sum(map(_seconds_of, _children("self")))
 
 
-def _children() -> list[str]:
-    return [pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+def _children(pid: str) -> list[str]:
+    return [child for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
 def _seconds_of(pid: str) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(_seconds_of, _children(pid)))
     except OSError:  # it has just ended
         return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 _marks: dict[str, float] = {}

@@ -6,7 +6,7 @@ a strategy; ``train_and_assert_parity(Training(...))`` does so and compares with
 
 from tests.harness.environment import WorkerEnvironment
 from tests.harness.parity import ADAMW_FP64, SGD_FP32, Bounds, assert_parity, train_and_assert_parity
-from tests.harness.pool import WorkerError, WorkerTimeout, close_pool, run_distributed, run_isolated
+from tests.harness.pool import WorkerError, WorkerTimeout, close_pool, end_shared_workers, run_distributed, run_isolated
 from tests.harness.record import TrainingRecord, full_parameters, full_tensor
 from tests.harness.training import BatchList, Training, make_trainer, run, run_reference, run_training
 
@@ -22,6 +22,7 @@ __all__ = [
     "WorkerTimeout",
     "assert_parity",
     "close_pool",
+    "end_shared_workers",
     "full_parameters",
     "full_tensor",
     "make_trainer",

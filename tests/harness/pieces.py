@@ -64,18 +64,29 @@ def assemble(held: Sequence[Mapping[str, Piece]], what: str) -> dict[str, Tensor
 
 def _assemble(pieces: Mapping[int, Piece], what: str) -> Tensor:
     first = next(iter(pieces.values()))
+    for rank, piece in pieces.items():
+        assert piece.shape == first.shape, f"{what} has shape {piece.shape} on rank {rank}, {first.shape} before"
+        dtypes = piece.values.dtype, first.values.dtype
+        assert dtypes[0] == dtypes[1], f"{what} is {dtypes[0]} on rank {rank}, {dtypes[1]} before"
+    if all(piece.values.shape == piece.shape for piece in pieces.values()):
+        for rank, piece in pieces.items():
+            _assert_same(piece.values, first.values, what, rank)
+        return first.values
     whole = torch.empty(first.shape, dtype=first.values.dtype)
     known = torch.zeros(first.shape, dtype=torch.bool)
     for rank, piece in pieces.items():
-        assert piece.shape == first.shape, f"{what} has shape {piece.shape} on rank {rank}, {first.shape} before"
-        assert piece.values.dtype == whole.dtype, f"{what} is {piece.values.dtype} on rank {rank}, {whole.dtype} before"
         if piece.values.numel() == 0:
             continue  # the shard of a rank beyond the end of a small tensor
         region = tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.values.shape, strict=True))
         twice = known[region]
-        same = torch.allclose(whole[region][twice], piece.values[twice], rtol=0.0, atol=0.0, equal_nan=True)
-        assert same, f"{what} is held by rank {rank} with other values than by the ranks before it"
+        if twice.any():
+            _assert_same(piece.values[twice], whole[region][twice], what, rank)
         whole[region] = piece.values
         known[region] = True
     assert bool(known.all()), f"{what}: {int((~known).sum())} of {known.numel()} elements are held by no rank"
     return whole
+
+
+def _assert_same(values: Tensor, before: Tensor, what: str, rank: int) -> None:
+    same = torch.equal(values, before) or torch.allclose(values, before, rtol=0.0, atol=0.0, equal_nan=True)
+    assert same, f"{what} is held by rank {rank} with other values than by the ranks before it"

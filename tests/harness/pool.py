@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ class WorkerTimeout(WorkerError):
     """A rank did not finish in time. The message tells where each rank stood."""
 
 
-def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_distributed(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, shared: bool = False
+) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` ranks and return their results, ordered by rank.
 
     Every rank is a fresh process with ``torch.distributed`` initialised over gloo, one thread, no CUDA devices, and a
@@ -56,21 +59,31 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
         fn: A function that can be imported (top level of a module).
         args: Arguments that can be pickled.
         timeout: Seconds until the whole call is killed; also the timeout of the process group.
+        shared: Use the processes of earlier shared calls of the same test file again, which saves a quarter of a small
+            run. For functions that leave nothing in their process, as a Trainer's run promises; those that do fail.
 
     Raises:
         WorkerError: A rank raised or died; nothing of the job is left running.
         WorkerTimeout: The time was up.
     """
-    return _pool().run(fn, args, ranks=world_size, world_size=world_size, timeout=timeout)
+    return _pool().run(fn, args, ranks=world_size, world_size=world_size, timeout=timeout, shared=shared)
 
 
-def run_isolated(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
-    """Run ``fn(*args)`` in one fresh process without a process group: where single-process references come from."""
-    return _pool().run(fn, args, ranks=1, world_size=0, timeout=timeout)[0]
+def run_isolated(fn: Callable[..., Any], *args: Any, timeout: float = 60.0, shared: bool = False) -> Any:
+    """Run ``fn(*args)`` in one process without a process group: where single-process references come from."""
+    return _pool().run(fn, args, ranks=1, world_size=0, timeout=timeout, shared=shared)[0]
+
+
+@dataclass(frozen=True)
+class _Crew:
+    """Workers that do a job together."""
+
+    pids: list[int]
+    connections: list[Connection]
 
 
 class WorkerPool:
-    """The zygote process and the protocol with it. One job at a time."""
+    """The zygote process, the protocol with it, and the workers that wait for further jobs. One job at a time."""
 
     def __init__(self) -> None:
         self._control, control_of_zygote = socket.socketpair()
@@ -84,11 +97,12 @@ class WorkerPool:
                 start_new_session=True,  # Ctrl-C is for the test process, which then ends the workers
             )
         self._answers = self._control.makefile("rb")
+        self._shared: dict[tuple[int, int], _Crew] = {}
 
     def run(
-        self, fn: Callable[..., Any], args: Sequence[Any], *, ranks: int, world_size: int, timeout: float
+        self, fn: Callable[..., Any], args: Sequence[Any], *, ranks: int, world_size: int, timeout: float, shared: bool
     ) -> list[Any]:
-        """Fork ``ranks`` workers, let them run ``fn(*args)``, and return their results."""
+        """Let ``ranks`` workers run ``fn(*args)``, and return their results."""
         if getattr(fn, "__module__", None) == "__main__":
             raise ValueError(
                 f"{fn.__name__} is defined in a script; workers can only run functions that they can import"
@@ -97,20 +111,31 @@ class WorkerPool:
         scratch = Path(tempfile.mkdtemp(prefix="effi-test-"))
         directory = scratch / "work"
         directory.mkdir()
-        connections = self._fork(ranks)
+        kind = ranks, world_size
+        # Taken out until all has gone well: who failed is not used again.
+        crew = (self._shared.pop(kind, None) if shared else None) or self._fork(ranks)
+        reports: dict[int, Any] = {}
+        statuses: list[int | None] = [None] * ranks
         try:
-            for rank, connection in enumerate(connections):
-                job = Job(call, tuple(sys.path), directory, scratch, rank, world_size, timeout)
+            for rank, connection in enumerate(crew.connections):
+                job = Job(call, tuple(sys.path), directory, scratch, rank, world_size, timeout, shared)
                 connection.send_bytes(pickle.dumps(job))
-            reports = _collect(connections, timeout + KILL_AFTER)
+            reports = _collect(crew.connections, timeout + KILL_AFTER)
         finally:
-            statuses = self._command(b"E")
-            for connection in connections:
-                connection.close()
+            if shared and len(reports) == ranks and not any(isinstance(r, Failure) for r in reports.values()):
+                self._shared[kind] = crew
+            else:
+                statuses = self._end(crew)
             stacks = _read_stacks(scratch, ranks)
             shutil.rmtree(scratch, ignore_errors=True)
         _raise_first_failure(reports, statuses, stacks, timeout)
         return [reports[rank] for rank in range(ranks)]
+
+    def end_shared(self) -> None:
+        """End the workers that wait for shared jobs."""
+        while self._shared:
+            _, crew = self._shared.popitem()
+            self._end(crew)
 
     def close(self) -> None:
         """End the zygote and with it every worker."""
@@ -118,14 +143,20 @@ class WorkerPool:
         self._control.close()
         self._zygote.wait()
 
-    def _fork(self, ranks: int) -> list[Connection]:
+    def _fork(self, ranks: int) -> _Crew:
         pairs = [socket.socketpair() for _ in range(ranks)]
         try:
-            self._command(b"F", [theirs.fileno() for _, theirs in pairs])
+            pids = self._command(b"F", [theirs.fileno() for _, theirs in pairs])
         finally:
             for _, theirs in pairs:
                 theirs.close()
-        return [Connection(ours.detach()) for ours, _ in pairs]
+        return _Crew(pids, [Connection(ours.detach()) for ours, _ in pairs])
+
+    def _end(self, crew: _Crew) -> list[int | None]:
+        statuses = self._command(b"E" + json.dumps(crew.pids).encode() + b"\n")
+        for connection in crew.connections:
+            connection.close()
+        return statuses
 
     def _command(self, command: bytes, descriptors: Sequence[int] = ()) -> list[Any]:
         socket.send_fds(self._control, [command], descriptors)
@@ -144,6 +175,12 @@ def _pool() -> WorkerPool:
         _the_pool = WorkerPool()
         atexit.register(close_pool)
     return _the_pool
+
+
+def end_shared_workers() -> None:
+    """End the processes of shared jobs, so that the next test file begins with fresh ones."""
+    if _the_pool is not None:
+        _the_pool.end_shared()
 
 
 def close_pool() -> None:

@@ -1,8 +1,9 @@
-"""One rank of one job, in a process of its own: runs the function, reports its result or its failure.
+"""One rank of a job: runs the function, reports its result or its failure.
 
-A worker is forked from the zygote with every import already done, runs exactly one job and is killed by the zygote
-once all ranks have reported. A fresh fork costs less than cleaning a used process would, and no job can see what an
-earlier one left behind (environment variables, process groups, random states, patched classes).
+A worker is forked from the zygote with every import already done. Most run exactly one job and are killed by the
+zygote once all ranks have reported: no job can see what an earlier one left behind. Jobs that promise to leave nothing
+(``Trainer.fit`` under a strategy does) share their workers, one after the other, which saves torch's first use of
+everything; ``remains`` holds them to it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import faulthandler
 import io
 import os
 import pickle
-import signal
 import sys
 import time
 import traceback
@@ -23,6 +23,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from tests.harness.remains import Remains
 
 STACKS_FILE = "stacks-of-rank-{rank}.txt"
 
@@ -38,6 +42,7 @@ class Job:
         scratch: Directory of the harness itself: rendezvous file and the stacks of ranks that ran out of time.
         world_size: Number of ranks; 0 means one process without a process group.
         timeout: Seconds after which the rank writes down where it stands.
+        shared: Other jobs will run in the same process, so this one must leave nothing behind.
     """
 
     call: bytes
@@ -47,6 +52,7 @@ class Job:
     rank: int
     world_size: int
     timeout: float
+    shared: bool
 
 
 @dataclass(frozen=True)
@@ -64,35 +70,56 @@ class Failure:
     traceback: str
 
 
+class _TensorsAsBytes(pickle.Pickler):
+    """Writes plain tensors as their bytes: an archive of torch costs ten times as much for each small tensor, and
+    multiprocessing's own pickler hands over shared memory that vanishes with the worker."""
+
+    @override
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is not Tensor or value.layout is not torch.strided or value.device.type != "cpu":
+            return NotImplemented
+        content = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor_from_bytes, (content, value.dtype, tuple(value.shape), value.requires_grad)
+
+
+def _tensor_from_bytes(content: bytes, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+    flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape).requires_grad_(requires_grad)
+
+
 def encode(message: object) -> bytes:
-    """Serialise a result with ``torch.save``: unlike multiprocessing's own pickler, it copies tensors into the bytes
-    instead of handing over shared memory that vanishes with the worker."""
+    """Serialise a result."""
     buffer = io.BytesIO()
-    torch.save(message, buffer)
+    _TensorsAsBytes(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
     return buffer.getvalue()
 
 
 def decode(data: bytes) -> Any:
     """Inverse of :func:`encode`; the bytes come from a worker of this test session, hence the full unpickler."""
-    return torch.load(io.BytesIO(data), weights_only=False)
+    return pickle.loads(data)
 
 
 def work(connection: Connection) -> None:
-    """Run the job that arrives on ``connection``, report on it, and wait to be killed.
+    """Run the jobs that arrive on ``connection``, report on each, and wait for the next or to be killed.
 
     The wait matters: a rank that went away while a peer is still inside a collective would make that peer fail.
     """
-    job: Job = pickle.loads(connection.recv_bytes())
-    with open(job.scratch / STACKS_FILE.format(rank=job.rank), "w") as stacks:
-        faulthandler.dump_traceback_later(job.timeout, file=stacks)
-        try:
-            report = encode(_call(job))
-        except BaseException as error:
-            # SystemExit and KeyboardInterrupt are outcomes of a job like any other exception.
-            report = encode(Failure(job.rank, time.monotonic(), type(error).__name__, traceback.format_exc()))
-        connection.send_bytes(report)
-        while True:
-            signal.pause()
+    at_start = Remains.now()
+    while True:
+        job: Job = pickle.loads(connection.recv_bytes())
+        at_start.put_back()
+        with open(job.scratch / STACKS_FILE.format(rank=job.rank), "w") as stacks:
+            faulthandler.dump_traceback_later(job.timeout, file=stacks)
+            try:
+                result = _call(job)
+                if job.shared:
+                    at_start.assert_nothing_left()
+                report = encode(result)
+            except BaseException as error:
+                # SystemExit and KeyboardInterrupt are outcomes of a job like any other exception.
+                report = encode(Failure(job.rank, time.monotonic(), type(error).__name__, traceback.format_exc()))
+            connection.send_bytes(report)
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _call(job: Job) -> Any:

@@ -5,7 +5,8 @@ milliseconds. The zygote therefore imports everything once, starts no thread, an
 control socket, each answered with one JSON line:
 
 * ``F`` with n file descriptors: fork n workers, the i-th of which talks over the i-th descriptor → their pids.
-* ``E``: kill all workers, with everything they started → exit status of each that had ended before (else null).
+* ``E`` and a JSON line of pids: kill these workers, with everything they started → exit status of each that had ended
+  before (else null).
 
 When the control socket closes, because the test process is gone, the workers are killed and the zygote ends.
 """
@@ -62,24 +63,33 @@ def main(control: socket.socket) -> None:
     # kernel would copy all their memory: a quarter of what a short job costs.
     gc.collect()
     gc.freeze()
-    workers: list[int] = []
+    workers: set[int] = set()
     try:
         while True:
             command, descriptors, _, _ = socket.recv_fds(control, 1, MAX_WORKERS)
             if command == FORK:
-                workers = [_fork(i, descriptors, control) for i in range(len(descriptors))]
+                forked = [_fork(i, descriptors, control) for i in range(len(descriptors))]
+                workers.update(forked)
                 for descriptor in descriptors:
                     os.close(descriptor)
-                answer: list[int | None] = list(workers)
+                answer: list[int | None] = list(forked)
             elif command == END:
-                answer = [_end(worker) for worker in workers]
-                workers = []
+                ended = json.loads(_read_line(control))
+                answer = [_end(worker) for worker in ended]
+                workers.difference_update(ended)
             else:
                 return
             control.sendall(json.dumps(answer).encode() + b"\n")
     finally:
         for worker in workers:
             _end(worker)
+
+
+def _read_line(control: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        line += control.recv(1)  # a byte at a time: what follows the line may come with descriptors
+    return line
 
 
 def _fork(index: int, descriptors: list[int], control: socket.socket) -> int:
