@@ -692,7 +692,7 @@ def default_group_of_one() -> dict[str, Any]:
 
 @relies_on("torch.default_group", "torch.distributed.GroupMember.WORLD")
 def test_default_group_is_another_one_inside() -> None:
-    for rank, found in enumerate(run_distributed(default_group_of_one, 2)):
+    for rank, found in enumerate(run_distributed(default_group_of_one, 2, fresh=True)):
         assert found["values"] == (1.0 + rank, 1.0 + rank)
         assert found["inside"] == (1, 0, rank, rank)
         assert found["meshes"] == (rank, rank, True)
@@ -704,7 +704,7 @@ def test_default_group_is_another_one_inside() -> None:
 @relies_on("lightning.all_gather_batch", "lightning.fabric.utilities.distributed._all_gather_ddp_if_available")
 @relies_on("lightning.sync_reduce", "lightning.fabric.utilities.distributed._sync_ddp_if_available")
 def test_collectives_of_lightning_and_ddp_give_their_values() -> None:
-    for result in run_distributed(lightning_and_ddp_on_two_ranks, 2):
+    for result in run_distributed(lightning_and_ddp_on_two_ranks, 2, fresh=True):
         assert [value.tolist() for value in result["broadcast"]] == [[1.0] * 2, [10.0] * 3]
         assert result["gathered"].tolist() == [[1.0], [2.0]]
         assert result["mean"].tolist() == [1.5]
@@ -720,7 +720,7 @@ def names_while_logging_under_ddp() -> list[str]:
 
 @relies_on("lightning.synced_log_keys", "Trainer._results and _ResultMetric.meta.sync.should")
 def test_names_of_synced_values_are_known_while_logging() -> None:
-    assert run_distributed(names_while_logging_under_ddp, 2) == [["synced"]] * 2
+    assert run_distributed(names_while_logging_under_ddp, 2, fresh=True) == [["synced"]] * 2
 
 
 class BackwardInside(nn.Module):
@@ -746,7 +746,7 @@ def backward_inside_ddp() -> float:
 
 @relies_on("torch.ddp_prepare_for_backward", "lightning.pytorch.overrides.distributed.prepare_for_backward")
 def test_backward_inside_the_forward_of_ddp_is_averaged() -> None:
-    assert run_distributed(backward_inside_ddp, 2) == [4.0, 4.0]
+    assert run_distributed(backward_inside_ddp, 2, fresh=True) == [4.0, 4.0]
 
 
 def logged_norms(partial: Any) -> list[type]:
@@ -795,7 +795,7 @@ def parts_on_two_ranks() -> dict[str, Any]:
 @relies_on("dtensor.logged_values_through", "_ResultMetric.update")
 @relies_on("dtensor.operators_of_dtensors", "DTensor._op_dispatcher._custom_op_handlers")
 def test_ranks_find_their_parts_and_read_whole_scalars() -> None:
-    for result in run_distributed(parts_on_two_ranks, 2):
+    for result in run_distributed(parts_on_two_ranks, 2, fresh=True):
         assert result.pop("logged") == [Tensor, DTensor]
         assert result == {"same values": True, "is a view": True, "read": (5.0, True), "replicated": (7.0, True)}
 
@@ -834,7 +834,7 @@ def rebound_shards() -> dict[str, Any]:
 @relies_on("fsdp.follow_data", "FSDPParam.reset_sharded_param")
 @relies_on("dtensor.rebind_local", "DTensor._local_tensor")
 def test_memory_of_shards_and_of_full_parameters_may_be_exchanged() -> None:
-    for result in run_distributed(rebound_shards, 2):
+    for result in run_distributed(rebound_shards, 2, fresh=True):
         assert result.pop("gathered") == [3.0]
         assert all(result.values()), result
 
@@ -856,7 +856,7 @@ def functions_seen() -> list[str]:
 
 @relies_on("dtensor.functions_of_dtensors", "DTensor.__torch_function__")
 def test_functions_of_dtensors_can_be_carried_out_otherwise() -> None:
-    assert run_distributed(functions_seen, 2) == [["__getitem__", "sum", "add_"]] * 2
+    assert run_distributed(functions_seen, 2, fresh=True) == [["__getitem__", "sum", "add_"]] * 2
 
 
 def meshes_and_collectives() -> dict[str, Any]:
@@ -886,7 +886,7 @@ def meshes_and_collectives() -> dict[str, Any]:
 @relies_on("dtensor.take_over", "DTensor._local_tensor and _spec")
 @relies_on("dtensor.collective_operators", "torch._C._dispatch_get_all_op_names and torch.ops.c10d")
 def test_meshes_have_roots_and_collectives_of_dtensors_pass_by() -> None:
-    for result in run_distributed(meshes_and_collectives, 2):
+    for result in run_distributed(meshes_and_collectives, 2, fresh=True):
         assert result == {
             "roots": [True, True],
             "taken over": ["(Replicate(),)", 7.0],
@@ -915,7 +915,7 @@ def refused_assignment() -> str:
 
 @relies_on("fsdp.refuse_assigned", "FSDPParam.reset_sharded_param being called after load_state_dict")
 def test_assigned_parameters_of_sharded_modules_are_refused() -> None:
-    for message in run_distributed(refused_assignment, 2):
+    for message in run_distributed(refused_assignment, 2, fresh=True):
         assert "assign=True" in message
 
 
@@ -933,7 +933,7 @@ def notes_and_counts() -> tuple[str, int, int]:
 @relies_on("torch.default_store", "torch.distributed.distributed_c10d._get_default_store")
 @relies_on("torch.message_counts", "ProcessGroup._get_sequence_number_for_group")
 def test_ranks_leave_notes_and_messages_are_counted() -> None:
-    first, second = run_distributed(notes_and_counts, 2)
+    first, second = run_distributed(notes_and_counts, 2, fresh=True)
     assert first[:2] == ("rank 1", 1)
     assert second[:2] == ("rank 0", 1)
     assert first[2] == second[2]
@@ -968,7 +968,7 @@ def recorded_here() -> dict[str, Any]:
 @relies_on("torch.store_port", "distributed_c10d._get_default_store")
 def test_collectives_are_recorded_with_their_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_compat.records_messages()
-    for seen in run_distributed(recorded_here, 2):
+    for seen in run_distributed(recorded_here, 2, fresh=True):
         assert seen["then"] == [torch_compat.Message(seen["name"], 1, "all_reduce", 3, False)]
         assert seen["is all"]
         assert seen["members"] == [0, 1]
@@ -1010,7 +1010,7 @@ def groups_of_meshes() -> tuple[int, int, bool, bool]:
 @relies_on("torch.hold_groups", "DeviceMesh._pg_registry")
 @relies_on("torch.group_named", "torch.distributed.distributed_c10d._resolve_process_group")
 def test_meshes_hold_groups_or_only_their_names() -> None:
-    assert run_distributed(groups_of_meshes, 2) == [(0, 1, True, False)] * 2
+    assert run_distributed(groups_of_meshes, 2, fresh=True) == [(0, 1, True, False)] * 2
 
 
 def threads_of_autograd() -> int:
@@ -1025,7 +1025,7 @@ def threads_of_autograd() -> int:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads where the system lists them")
 @relies_on("torch.start_autograd", "threads of autograd being made once, in the first backward")
 def test_fake_tensors_start_no_threads_of_autograd() -> None:
-    assert run_isolated(threads_of_autograd) == 0
+    assert run_isolated(threads_of_autograd, fresh=True) == 0
 
 
 @relies_on("torch.reentrant_checkpoints", "torch.utils.checkpoint.CheckpointFunction.forward")
@@ -1089,7 +1089,7 @@ def _operators_in_threads(trainer: pl.Trainer, values: Tensor) -> bool:
 
 @relies_on("torch.rebuild_thread_pool", "at::set_num_threads making the pool that a fork took away")
 def test_forked_ranks_have_a_thread_pool_before_there_are_threads() -> None:
-    assert run_isolated(forks_without_thread_pool) == 0
+    assert run_isolated(forks_without_thread_pool, fresh=True) == 0
 
 
 def test_layer_being_parametrized() -> None:

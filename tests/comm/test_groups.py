@@ -22,6 +22,6 @@ def make_twice() -> tuple[Any, ...]:
 
 
 def test_further_runs_are_given_the_groups_of_the_first() -> None:
-    first, second = run_distributed(make_twice, 2)
+    first, second = run_distributed(make_twice, 2, fresh=True)
     assert first == ([True, False, True, True, True], True, True, 3.0)
     assert second == ([False, True, True, False, True], True, True, 3.0)

@@ -85,8 +85,8 @@ def rows_of_rank(batch: Any, rank: int, world_size: int) -> Any:
 def fit(run: Fit) -> list[Outcome]:
     """Run it and return what each rank saw."""
     if run.strategy is None:
-        return whole([run_isolated(_fit, run, timeout=run.timeout, shared=True)])
-    return whole(run_distributed(_fit, run.world_size, run, timeout=run.timeout, shared=True))
+        return whole([run_isolated(_fit, run, timeout=run.timeout)])
+    return whole(run_distributed(_fit, run.world_size, run, timeout=run.timeout))
 
 
 def whole(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -48,30 +48,31 @@ class WorkerTimeout(WorkerError):
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, shared: bool = False
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, fresh: bool = False
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` ranks and return their results, ordered by rank.
 
-    Every rank is a fresh process with ``torch.distributed`` initialised over gloo, one thread, no CUDA devices, and a
-    temporary working directory that all ranks of the call share and that is removed afterwards.
+    Every rank is a process with a new process group over gloo, one thread, no CUDA devices, and a temporary working
+    directory that all ranks of the call share and that is removed afterwards. The processes are those of earlier calls
+    of the same test file, which saves a quarter of a small run; so a call must leave nothing behind in them, as a
+    Trainer's run under a strategy promises, and one that does fails. Those that fail are not used again.
 
     Args:
         fn: A function that can be imported (top level of a module).
         args: Arguments that can be pickled.
         timeout: Seconds until the whole call is killed; also the timeout of the process group.
-        shared: Use the processes of earlier shared calls of the same test file again, which saves a quarter of a small
-            run. For functions that leave nothing in their process, as a Trainer's run promises; those that do fail.
+        fresh: Use new processes, and end them afterwards.
 
     Raises:
         WorkerError: A rank raised or died; nothing of the job is left running.
         WorkerTimeout: The time was up.
     """
-    return _pool().run(fn, args, ranks=world_size, world_size=world_size, timeout=timeout, shared=shared)
+    return _pool().run(fn, args, ranks=world_size, world_size=world_size, timeout=timeout, shared=not fresh)
 
 
-def run_isolated(fn: Callable[..., Any], *args: Any, timeout: float = 60.0, shared: bool = False) -> Any:
+def run_isolated(fn: Callable[..., Any], *args: Any, timeout: float = 60.0, fresh: bool = False) -> Any:
     """Run ``fn(*args)`` in one process without a process group: where single-process references come from."""
-    return _pool().run(fn, args, ranks=1, world_size=0, timeout=timeout, shared=shared)[0]
+    return _pool().run(fn, args, ranks=1, world_size=0, timeout=timeout, shared=not fresh)[0]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ Runs = Mapping[str, Fit]
 def fit_several(runs: Runs) -> dict[str, list[Outcome]]:
     """What each rank saw, by the run's name. All runs are distributed, and have the same ``world_size``."""
     [world_size] = {run.world_size for run in runs.values()}
-    by_rank = run_distributed(_fit_each, world_size, dict(runs), timeout=60.0, shared=True)
+    by_rank = run_distributed(_fit_each, world_size, dict(runs), timeout=60.0)
     return {name: whole([outcomes[name] for outcomes in by_rank]) for name in runs}
 
 
@@ -37,7 +37,7 @@ def single_processes(runs: Runs) -> dict[str, Outcome]:
     references = {name: replace(run, strategy=None, world_size=1) for name, run in runs.items()}
     key = pickle.dumps(references)
     if key not in _references:
-        alone = run_isolated(_fit_each, references, timeout=60.0, shared=True)
+        alone = run_isolated(_fit_each, references, timeout=60.0)
         _references[key] = {name: whole([outcome])[0] for name, outcome in alone.items()}
     return _references[key]
 

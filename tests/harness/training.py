@@ -108,8 +108,8 @@ def run_training(
 def run(training: Training) -> TrainingRecord:
     """Run a training that is already described; see :func:`run_training`."""
     if training.strategy is None:
-        return merge([run_isolated(_train, training, timeout=training.timeout, shared=True)])
-    return merge(run_distributed(_train, training.world_size, training, timeout=training.timeout, shared=True))
+        return merge([run_isolated(_train, training, timeout=training.timeout)])
+    return merge(run_distributed(_train, training.world_size, training, timeout=training.timeout))
 
 
 _references: dict[bytes, TrainingRecord] = {}

@@ -1,9 +1,9 @@
 """One rank of a job: runs the function, reports its result or its failure.
 
-A worker is forked from the zygote with every import already done. Most run exactly one job and are killed by the
-zygote once all ranks have reported: no job can see what an earlier one left behind. Jobs that promise to leave nothing
-(``Trainer.fit`` under a strategy does) share their workers, one after the other, which saves torch's first use of
-everything; ``remains`` holds them to it.
+A worker is forked from the zygote with every import already done, and runs the jobs of one test file one after the
+other, which saves forks and torch's first use of everything. Jobs therefore promise to leave nothing in their process
+(``Trainer.fit`` under a strategy does), and ``remains`` holds them to it. Those that cannot promise it get workers of
+their own.
 """
 
 from __future__ import annotations

@@ -104,6 +104,6 @@ def new_trainer_after_an_error() -> list[bool]:
 
 
 def test_a_module_that_all_ranks_failed_with_is_whole_and_taken_by_another_trainer() -> None:
-    for plain in run_distributed(new_trainer_after_an_error, 2):
+    for plain in run_distributed(new_trainer_after_an_error, 2, fresh=True):
         assert plain
         assert all(plain)

@@ -70,7 +70,7 @@ def fit(module: Fragile, layout: str) -> tuple[Any, ...]:
 
 
 def test_module_optimizers_and_process_are_as_if_it_had_not_been_tried() -> None:
-    for rank, found in enumerate(run_distributed(fail_in_every_place, 2)):
+    for rank, found in enumerate(run_distributed(fail_in_every_place, 2, fresh=True)):
         for layout in PLACES:
             raised, *rest = found[layout]
             assert "planted" in raised, (rank, layout)

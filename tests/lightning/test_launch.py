@@ -87,4 +87,4 @@ def test_the_main_process_ends_with_the_trained_weights(
         saved = torch.load(after, weights_only=True)["state_dict"]
         assert_same({name: saved[name] for name in observed["weights"]}, observed["weights"], "saved afterwards")
     assert after.is_file() == (how in ("notebook", "spawn"))
-    assert_same(run_isolated(train_alone), observed, how)
+    assert_same(run_isolated(train_alone, fresh=True), observed, how)

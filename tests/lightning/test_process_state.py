@@ -139,7 +139,7 @@ def loader() -> DataLoader[Any]:
 )
 def test_process_and_objects_are_as_before_however_a_run_ends(layouts: tuple[str, ...]) -> None:
     chosen = {layout: LAYOUTS[layout] for layout in layouts}
-    for rank, runs in enumerate(run_distributed(end_in_every_way, 2, chosen, timeout=120)):
+    for rank, runs in enumerate(run_distributed(end_in_every_way, 2, chosen, timeout=120, fresh=True)):
         for name, left in runs.items():
             end, who = name.partition(", ")[2], f"rank {rank}, {name}"
             assert left["raised"] == EXPECTED.get(end, ZeroDivisionError), who

@@ -71,7 +71,7 @@ def destroy_between_runs() -> list[bool]:
 
 
 def test_process_groups_may_be_destroyed_between_runs() -> None:
-    assert run_distributed(destroy_between_runs, 2) == [[True] * len(STRATEGIES)] * 2
+    assert run_distributed(destroy_between_runs, 2, fresh=True) == [[True] * len(STRATEGIES)] * 2
 
 
 def one_process_then_two() -> tuple[bool, bool, list[str], bool]:
@@ -83,4 +83,4 @@ def one_process_then_two() -> tuple[bool, bool, list[str], bool]:
 
 
 def test_one_process_with_master_weights_leaves_no_process_group_to_those_forked_from_it() -> None:
-    assert run_isolated(one_process_then_two) == (True, False, [], True)
+    assert run_isolated(one_process_then_two, fresh=True) == (True, False, [], True)

@@ -75,7 +75,7 @@ def changes_of(settings: dict[str, Any]) -> list[str]:
 
 
 def test_a_run_lists_what_it_changes_and_takes_all_of_it_back() -> None:
-    messages = run_distributed(changes_of, 2, {"zero_stage": 2})[0]
+    messages = run_distributed(changes_of, 2, {"zero_stage": 2}, fresh=True)[0]
     made = [message.removeprefix("change: ").split(";")[0] for message in messages if message.startswith("change: ")]
     back = [message.removeprefix("taken back: ") for message in messages if message.startswith("taken back: ")]
     assert sorted(made) == sorted(back)

@@ -87,7 +87,7 @@ def before_during_after(layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_other_programs_in_the_process_see_stock_dtensors() -> None:
     layouts: list[dict[str, Any]] = [{"zero_stage": 2}, {"zero_stage": 0, "tensor_parallel_size": 2}]
-    for observed in run_distributed(before_during_after, 2, layouts, timeout=90.0):
+    for observed in run_distributed(before_during_after, 2, layouts, timeout=90.0, fresh=True):
         program, process, *later = observed
         assert program["norm"] == "(_NormPartial(2),)"
         assert process["functions"]
@@ -110,6 +110,6 @@ def installed_twice() -> list[float]:
 
 
 def test_the_last_run_takes_it_back() -> None:
-    for rank, values in enumerate(run_distributed(installed_twice, 2)):
+    for rank, values in enumerate(run_distributed(installed_twice, 2, fresh=True)):
         mine = [3.0, 4.0][rank]  # what torch reads: this rank's term
         assert values == pytest.approx([5.0, 5.0, mine, 5.0, mine, mine])
