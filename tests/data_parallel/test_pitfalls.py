@@ -257,7 +257,7 @@ def forwards_through_ddp(run: Fit) -> int:
 
 
 def test_stage_0_runs_in_the_stock_reducer() -> None:
-    results = run_distributed(forwards_through_ddp, 2, Fit(Regressor, batches, {"zero_stage": 0}))
+    results = run_distributed(forwards_through_ddp, 2, Fit(Regressor, batches, {"zero_stage": 0}), fresh=True)
     assert results == [len(batches())] * 2
 
 

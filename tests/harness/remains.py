@@ -6,12 +6,15 @@ import logging
 import os
 import random
 import signal
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
+import torch.utils.data
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,13 @@ class Remains:
         environment: Environment variables. Lightning's ``seed_everything`` leaves some.
         generators: States of the global random generators, in the order torch, numpy, python.
         promised: What a run under a strategy leaves as it found it.
+        namespaces: What the package's modules and their classes hold, and classes of torch; tests replace some of it.
     """
 
     environment: dict[str, str]
     generators: tuple[torch.Tensor, Any, Any]
     promised: dict[str, Any]
+    namespaces: dict[Any, dict[str, Any]]
 
     @classmethod
     def now(cls) -> Remains:
@@ -34,6 +39,7 @@ class Remains:
             dict(os.environ),
             (torch.get_rng_state(), np.random.get_state(), random.getstate()),
             _promised(),
+            {owner: _callables(owner) for owner in _owners()},
         )
 
     def put_back(self) -> None:
@@ -56,8 +62,12 @@ class Remains:
             AssertionError: Something else was changed and not put back.
         """
         left = _promised()
-        changed = [f"{what}: {left[what]!r}, was {was!r}" for what, was in self.promised.items() if left[what] != was]
-        assert not changed, f"the job left behind in its process: {'; '.join(changed)}"
+        changed = [f"{what} ({left[what]!r}, was {was!r})" for what, was in self.promised.items() if left[what] != was]
+        for owner, names in self.namespaces.items():
+            changed += [
+                f"{owner.__name__}.{name}" for name, value in names.items() if vars(owner).get(name) is not value
+            ]
+        assert not changed, f"the job left changes in its process, so it needs a fresh one: {'; '.join(changed)}"
 
 
 def _promised() -> dict[str, Any]:
@@ -74,9 +84,28 @@ def _promised() -> dict[str, Any]:
             which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         },
         "level of the logger": logging.getLogger("lightning_effi").level,
-        "classes": {cls: (cls.__dict__.get("__torch_function__"), cls.__init__) for cls in _CLASSES},
     }
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_CLASSES = (torch.nn.Module, torch.Tensor, torch.nn.Parameter, torch.optim.Optimizer, torch.utils.data.DataLoader)
+
+
+def _owners() -> list[Any]:
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "lightning_effi"]
+    classes = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type)]
+    return [*modules, *dict.fromkeys(cls for cls in classes if cls.__module__.startswith("lightning_effi")), *_CLASSES]
+
+
+def _callables(owner: Any) -> dict[str, Any]:
+    """What a test may have replaced; numbers and tables are what runs keep for the next one."""
+    return {name: value for name, value in vars(owner).items() if callable(value) or isinstance(value, classmethod)}
+
+
+_CLASSES = (
+    torch.nn.Module,
+    torch.Tensor,
+    torch.optim.Optimizer,
+    torch.utils.data.DataLoader,
+    torch.nn.parallel.DistributedDataParallel,
+    torch.distributed.tensor.DTensor,
+)

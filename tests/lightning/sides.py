@@ -29,7 +29,7 @@ _references: dict[tuple[str, str], dict[str, Any]] = {}
 
 
 def assert_same_as_single_process(
-    scenario: Scenario, zero_stage: int, *args: Any, limit: float = 60.0, **settings: Any
+    scenario: Scenario, zero_stage: int, *args: Any, limit: float = 60.0, fresh: bool = False, **settings: Any
 ) -> list[dict[str, Any]]:
     """Run ``scenario(strategy, *args)`` under EffiStrategy on two ranks and under the stock Trainer in one process.
 
@@ -37,6 +37,7 @@ def assert_same_as_single_process(
 
     Args:
         limit: seconds that either side may take.
+        fresh: processes of its own, for a scenario that leaves something behind.
         settings: further arguments of the strategy.
 
     Returns:
@@ -44,8 +45,9 @@ def assert_same_as_single_process(
     """
     key = f"{scenario.__module__}.{scenario.__qualname__}", repr(args)
     if key not in _references:
-        _references[key] = run_isolated(scenario, None, *args, timeout=limit)
-    observed = run_distributed(scenario, 2, {"zero_stage": zero_stage, **settings}, *args, timeout=limit)
+        _references[key] = run_isolated(scenario, None, *args, timeout=limit, fresh=fresh)
+    layout = {"zero_stage": zero_stage, **settings}
+    observed = run_distributed(scenario, 2, layout, *args, timeout=limit, fresh=fresh)
     assert _references[key], "the scenario observes nothing"
     for rank, ours in enumerate(observed):
         assert_same(_references[key], ours, f"rank {rank}")

@@ -205,8 +205,8 @@ def without_memory(strategy: Any, world_size: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("checkpoints", [pytest.param("full", marks=pytest.mark.full), "sharded"])
 def test_module_that_stays_split_is_tested_saved_and_loaded(checkpoints: str) -> None:
-    expected = run_isolated(without_memory, None, 1)
-    for found in run_distributed(without_memory, 2, {**STAGES, "checkpoints": checkpoints}, 2):
+    expected = run_isolated(without_memory, None, 1, fresh=True)
+    for found in run_distributed(without_memory, 2, {**STAGES, "checkpoints": checkpoints}, 2, fresh=True):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-6)
 

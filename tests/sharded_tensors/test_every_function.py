@@ -26,13 +26,13 @@ def assert_same(findings: dict[str, Findings]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_methods_of_tensors_have_the_values_of_plain_tensors(world_size: int) -> None:
-    for findings in run_distributed(compare_on_mesh, world_size, ["rows"], METHODS, 1, timeout=120.0):
+    for findings in run_distributed(compare_on_mesh, world_size, ["rows"], METHODS, 1, timeout=120.0, fresh=True):
         assert_same(findings)
 
 
 def test_ranks_with_one_row_or_none_go_the_way_of_the_others() -> None:
     methods = ["Tensor.addr", "Tensor.index_add_", "Tensor.index_copy_", "Tensor.amax", "Tensor.aminmax", "Tensor.norm"]
-    for findings in run_distributed(compare_on_mesh, 2, ["vector", "short"], methods, 3, timeout=120.0):
+    for findings in run_distributed(compare_on_mesh, 2, ["vector", "short"], methods, 3, timeout=120.0, fresh=True):
         for kind, found in findings.items():
             assert found.calls > 10, f"{kind}: only {found.calls} calls could be made"
             assert not found.differ, f"{kind}: {found.differ}"
@@ -49,5 +49,7 @@ def test_what_fails_on_one_rank_alone_is_computed_whole_by_all() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", targets())
 def test_all_functions_have_the_values_of_plain_tensors(kind: str, world_size: int) -> None:
-    for findings in run_distributed(compare_on_mesh, world_size, [kind], list(functions()), 3, timeout=300.0):
+    for findings in run_distributed(
+        compare_on_mesh, world_size, [kind], list(functions()), 3, timeout=300.0, fresh=True
+    ):
         assert_same(findings)

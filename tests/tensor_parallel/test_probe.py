@@ -44,7 +44,7 @@ def test_derived_plan_passes_without_gathering() -> None:
 
 def test_wrong_permutation_is_found_out_on_every_rank() -> None:
     wrong = [LayerPlan("attention.qkv", "column", (32, 16)), LayerPlan("attention.proj", "row")]
-    for verdict in run_distributed(judge_block, 2, wrong):
+    for verdict in run_distributed(judge_block, 2, wrong, fresh=True):
         assert not verdict.passed
         assert "not its pieces" in verdict.reason
         assert verdict.sources == {"attention.qkv"}
@@ -74,7 +74,7 @@ def judge_qwen(broken: bool) -> Verdict:
 def test_missing_sum_of_a_norms_gradient_is_found_out_on_every_rank() -> None:
     pytest.importorskip("transformers")
     assert [verdict.passed for verdict in run_distributed(judge_qwen, 2, False)] == [True, True]
-    for verdict in run_distributed(judge_qwen, 2, True):
+    for verdict in run_distributed(judge_qwen, 2, True, fresh=True):
         assert not verdict.passed
         assert "is off by" in verdict.reason
 
@@ -95,7 +95,7 @@ def judge_sequence(broken: str) -> Verdict:
 def test_wrong_sums_over_positions_are_found_out_on_every_rank() -> None:
     assert run_distributed(judge_sequence, 2, "") == [Verdict(True)] * 2
     for broken in ("norm", "bias"):
-        for verdict in run_distributed(judge_sequence, 2, broken):
+        for verdict in run_distributed(judge_sequence, 2, broken, fresh=True):
             assert not verdict.passed
             assert "is off by" in verdict.reason
 
@@ -109,7 +109,7 @@ def wrong_on_one_rank() -> Verdict:
 
 
 def test_verdict_is_that_of_all_ranks() -> None:
-    assert [verdict.passed for verdict in run_distributed(wrong_on_one_rank, 2)] == [False, False]
+    assert [verdict.passed for verdict in run_distributed(wrong_on_one_rank, 2, fresh=True)] == [False, False]
 
 
 def count_messages(frozen: bool) -> tuple[int, int]:

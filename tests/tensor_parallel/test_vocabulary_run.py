@@ -268,4 +268,4 @@ def train_above_the_limit(verify: Any) -> bool:
 
 @pytest.mark.parametrize(("verify", "compared"), [("auto", False), (True, True)])
 def test_large_modules_are_only_compared_as_a_whole_when_asked(verify: Any, compared: bool) -> None:
-    assert run_distributed(train_above_the_limit, 2, verify) == [compared] * 2
+    assert run_distributed(train_above_the_limit, 2, verify, fresh=True) == [compared] * 2
