@@ -442,7 +442,7 @@ def groups_apart() -> list[tuple[str, bool, Any]]:
 
 @relies_on("torch.mesh_apart", "backend_override of init_device_mesh, set_timeout")
 def test_groups_of_a_mesh_are_not_the_default_group_and_have_a_timeout() -> None:
-    assert run_distributed(groups_apart, 2) == [[("gloo", True, timedelta(seconds=7))] * 5] * 2
+    assert run_distributed(groups_apart, 2, fresh=True) == [[("gloo", True, timedelta(seconds=7))] * 5] * 2
 
 
 @relies_on("dtensor.local_tensor", "DTensor._local_tensor")

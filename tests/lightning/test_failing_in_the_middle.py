@@ -169,7 +169,7 @@ def fit(module: Handled, layout: str | None) -> None:
     ids="-".join,
 )
 def test_error_in_the_middle_leaves_no_trace_and_further_runs_train_right(every: dict[str, int]) -> None:
-    for found, wrong in run_distributed(fail_at_points, 2, every, timeout=300):
+    for found, wrong in run_distributed(fail_at_points, 2, every, timeout=300, fresh=True):
         for name, left in found.items():
             assert left in ({}, (("planted", []), {}, [], True, {})), name
         assert len(found) >= 3 * len(every)

@@ -220,7 +220,7 @@ def test_buffers_and_plain_tensors_are_those_of_plain_construction_on_every_rank
 @pytest.mark.parametrize("network", [CustomNetwork, CustomNetworkWithToken])
 def test_empty_init_refuses_to_replace_custom_initialisation_by_the_default_one(network: type[nn.Module]) -> None:
     with pytest.raises(WorkerError, match="empty_init") as failure:
-        run_distributed(values_at_start, 2, 3, network, "empty_init", timeout=30.0)
+        run_distributed(values_at_start, 2, 3, network, "empty_init", timeout=30.0, fresh=True)
     assert failure.value.exception == "TypeError"
 
 
