@@ -107,9 +107,9 @@ class ModuleAtWork:
         _refuse(context, module, optimizers)
         if not self.is_left_over(module):
             self.plan = None
-            self._state = waiting = set_up(context, module, self._tell, self._undo)
-            if not waiting.needs_batch:
-                self._state = parallelize(waiting, optimizers, None)
+            waiting = set_up(context, module, self._tell, self._undo)
+            # what fails here leaves the module intact, perhaps without values: there is nothing to take apart
+            self._state = waiting if waiting.needs_batch else parallelize(waiting, optimizers, None)
         follow(context, module, self.state.engine, optimizers)
         if isinstance(self._state, Parallelized) or self.state.pipeline is not None:
             self._cut_batches()

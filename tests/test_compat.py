@@ -1092,6 +1092,7 @@ def test_forked_ranks_have_a_thread_pool_before_there_are_threads() -> None:
     assert run_isolated(forks_without_thread_pool, fresh=True) == 0
 
 
+@relies_on("torch.layer_being_parametrized", "the name of register_parametrization's argument in its frame")
 def test_layer_being_parametrized() -> None:
     layer, seen = nn.Linear(2, 2), []
 

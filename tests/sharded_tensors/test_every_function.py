@@ -40,7 +40,7 @@ def test_ranks_with_one_row_or_none_go_the_way_of_the_others() -> None:
 
 
 def test_what_fails_on_one_rank_alone_is_computed_whole_by_all() -> None:
-    for plain, sharded in run_distributed(errors_of_one_part, 2):
+    for plain, sharded in run_distributed(errors_of_one_part, 2, fresh=True):
         assert sharded == plain
         assert plain[:4] == ["RuntimeError", "RuntimeError", "RuntimeError", "_LinAlgError"]
 
