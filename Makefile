@@ -6,6 +6,7 @@
 #   TORCHVISION_VERSION  the torchvision built for it; empty: install neither torchvision nor timm, and the tests
 #                        that need them are skipped
 #   PYTEST_ARGS          more arguments for pytest, such as `-k zero3` or `-m full`
+#   TEST_THREADS         how many threads each process of a test computes with
 #   TEST_PROCESSES       how many processes run test files side by side; 0: all in one, as for a debugger
 
 PYTHON ?= python3
@@ -13,6 +14,7 @@ TORCH_VERSION ?= 2.14.1
 TORCHVISION_VERSION ?= 0.29.1
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
+TEST_THREADS ?= 1
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -45,7 +47,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m examples.sample runs/demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(PYTEST_ARGS)
+	TEST_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

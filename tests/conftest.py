@@ -11,9 +11,9 @@ pytest.register_assert_rewrite("tests.harness")
 pytest_plugins = ["tests.budget"]
 
 from tests.harness import close_pool, end_shared_workers  # noqa: E402
+from tests.threads import THREADS  # noqa: E402
 
-# The machine's cores belong to the workers, and one thread makes sums come out alike everywhere.
-torch.set_num_threads(1)
+torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from tests.threads import ENVIRONMENT
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
 _HERE = Path(__file__).parent
@@ -79,7 +81,7 @@ def run_command(
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, [*before, ROOT])),
         "PATH": os.pathsep.join([*map(str, scripts), os.environ["PATH"]]),
-        "OMP_NUM_THREADS": "1",
+        **ENVIRONMENT,
     }
     environment.pop("PL_GLOBAL_SEED", None)  # left behind by other tests' runs in this process
     program, *arguments = command

@@ -140,6 +140,8 @@ def run(command: dict[str, Any], own: list[str]) -> None:
     os.chdir(command["folder"])
     os.environ.clear()
     os.environ.update(command["environment"])
+    if (threads := int(os.environ["OMP_NUM_THREADS"])) != 1:  # torch has read it when it was imported
+        importlib.import_module("torch").set_num_threads(threads)
     sys.executable = command["executable"]
     added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [*added, *(entry for entry in own if entry not in added)]

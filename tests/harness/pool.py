@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.worker import STACKS_FILE, Failure, Job, decode
+from tests.threads import ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT = 180.0
@@ -194,9 +195,9 @@ def close_pool() -> None:
 
 def _worker_environment() -> dict[str, str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PYTEST_"))}
-    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     # A forked process cannot use CUDA, and the same numbers should come out on a machine with GPUs.
-    return environment | one_thread | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
+    settings = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
+    return environment | ENVIRONMENT | settings
 
 
 def _collect(connections: Sequence[Connection], timeout: float) -> dict[int, Any]:

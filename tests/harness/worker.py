@@ -27,6 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tests.harness.remains import Remains
+from tests.threads import THREADS
 
 STACKS_FILE = "stacks-of-rank-{rank}.txt"
 
@@ -104,6 +105,7 @@ def work(connection: Connection) -> None:
 
     The wait matters: a rank that went away while a peer is still inside a collective would make that peer fail.
     """
+    torch.set_num_threads(THREADS)
     at_start = Remains.now()
     while True:
         job: Job = pickle.loads(connection.recv_bytes())

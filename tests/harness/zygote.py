@@ -54,7 +54,7 @@ PRELOADED = (
 
 
 def main(control: socket.socket) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # more would start threads, which forks lose; workers set their own number
     for name in PRELOADED:
         # Whatever is wrong with a module is the concern of the jobs that import it: they show the traceback.
         with contextlib.suppress(Exception):

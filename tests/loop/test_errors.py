@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.cli.process import warm_python
 from tests.harness import WorkerError
 from tests.harness.fitting import ALL_STAGES, Fit, fit
+from tests.threads import ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("crashing_run.py")
@@ -26,7 +27,7 @@ def run_until_it_crashes(fault: str, notes: Path) -> tuple[float, str]:
 
     All ranks write to one pipe, which is at its end when the last of them has gone.
     """
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY), **ENVIRONMENT}
     process = subprocess.Popen(
         [warm_python(), str(SCRIPT), fault, str(notes)],
         cwd=notes,
