@@ -20,6 +20,7 @@ from lightning_effi.comm.board import Board
 from lightning_effi.comm.differentiable import gather_with_gradients
 from lightning_effi.comm.logged import reduce_logged
 from lightning_effi.comm.ranks import Ranks, RankWords
+from lightning_effi.compat import dtensor as dtensor_compat
 from lightning_effi.compat import lightning as lightning_compat
 from lightning_effi.compat import torch as torch_compat
 from lightning_effi.config import EffiConfig
@@ -251,6 +252,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         key = (self.layout, self.root_device.type, self.config.timeout)
         if key not in made:
             made[key] = self._make_groups()
+            dtensor_compat.forget_meshes()
         self._device_mesh, self._groups = made[key]
         torch_compat.hold_groups(self._device_mesh, True)
         self.undo.push(self._let_groups_go, "process groups held by the mesh")

@@ -952,6 +952,8 @@ def recorded_here() -> dict[str, Any]:
         torch_compat.default_store("recorded", 60.0).get("seen")
         dist.all_reduce(torch.ones(3))
     then, is_all = torch_compat.recorded_messages(since, places=False)
+    while any(message.is_open for message, _ in then):  # the recorder is told a little later than who waits
+        then, is_all = torch_compat.recorded_messages(since, places=False)
     [name] = torch_compat.message_counts()
     return {
         "then": [message for message, _ in then],
@@ -1011,6 +1013,26 @@ def groups_of_meshes() -> tuple[int, int, bool, bool]:
 @relies_on("torch.group_named", "torch.distributed.distributed_c10d._resolve_process_group")
 def test_meshes_hold_groups_or_only_their_names() -> None:
     assert run_distributed(groups_of_meshes, 2, fresh=True) == [(0, 1, True, False)] * 2
+
+
+def meshes_of_sums(forget: bool) -> list[bool]:
+    """Whether the sum of two tensors of a mesh has that mesh, before and after the process groups were made anew."""
+    rank, found = dist.get_rank(), []
+    for store in ("first", "second"):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        if forget:
+            dtensor_compat.forget_meshes()
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+        tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        found.append((tensor + tensor).device_mesh is mesh)
+    return found
+
+
+@relies_on("dtensor.forget_meshes", "torch.distributed.tensor.debug._clear_sharding_prop_cache")
+def test_operators_forget_meshes_whose_groups_are_gone() -> None:
+    assert run_distributed(meshes_of_sums, 2, False, fresh=True) == [[True, False]] * 2  # torch's tables are in the way
+    assert run_distributed(meshes_of_sums, 2, True, fresh=True) == [[True, True]] * 2
 
 
 def threads_of_autograd() -> int:

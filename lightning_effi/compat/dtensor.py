@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import debug
 
 from lightning_effi.compat.torch import has_functions_of_its_own, without_subclass_dispatch
 
@@ -108,6 +109,15 @@ def _without(table: dict[Any, Any], key: Any) -> Iterator[None]:
         yield
     finally:
         table[key] = value
+
+
+def forget_meshes() -> None:
+    """Empty the tables of what operators return, which outlive process groups.
+
+    Meshes of the same ranks are equal, so an operator would hand out the mesh that it was first called with, whose
+    groups may have been destroyed since.
+    """
+    debug._clear_sharding_prop_cache()
 
 
 def collective_operators() -> list[Any]:
