@@ -38,11 +38,13 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_fit_then_validate_with_the_saved_configuration(command: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fits", "validates"), [("script", "module"), pytest.param("module", "script", marks=pytest.mark.full)]
+)
+def test_fit_then_validate_with_the_saved_configuration(fits: str, validates: str, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(CONFIG))
-    fitted = run_command([*command, "fit", "--config", str(config)], tmp_path)
+    fitted = run_command([*COMMANDS[fits], "fit", "--config", str(config)], tmp_path)
     assert fitted.returncode == 0, fitted.stderr
     assert "MEMBER: 2/2" in fitted.stderr
 
@@ -55,7 +57,7 @@ def test_fit_then_validate_with_the_saved_configuration(command: list[str], tmp_
     again = tmp_path / "again"
     again.mkdir()
     arguments = ["--config", str(tmp_path / "log/run/config.yaml"), "--ckpt_path", str(checkpoint)]
-    validated = run_command([*command, "validate", *arguments], again)
+    validated = run_command([*COMMANDS[validates], "validate", *arguments], again)
     assert validated.returncode == 0, validated.stderr
     assert "val_loss" in validated.stdout
 

@@ -127,9 +127,10 @@ def _fit(strategy: Strategy, callbacks: Callbacks) -> dict[str, Any]:
     ("zero_stage", "names"),
     [
         pytest.param(0, ("parametrized",), id="0"),
-        pytest.param(2, tuple(KINDS), id="2"),
+        pytest.param(2, ("parametrized",), id="2"),
         pytest.param(3, tuple(KINDS), id="3"),
         pytest.param(0, tuple(KINDS), marks=pytest.mark.full, id="0-all"),
+        pytest.param(2, tuple(KINDS), marks=pytest.mark.full, id="2-all"),
         pytest.param(1, tuple(KINDS), marks=pytest.mark.full, id="1"),
     ],
 )

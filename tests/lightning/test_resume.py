@@ -57,7 +57,7 @@ def uninterrupted_and_resumed(strategy: Strategy) -> list[dict[str, Any]]:
 
 
 # Each format, and stages 0, 2 and 3; the others behind the marker "full".
-RESUMED = {(0, "full"), (2, "full"), (3, "sharded")}
+RESUMED = {(2, "full"), (3, "sharded")}
 
 
 @pytest.mark.parametrize(

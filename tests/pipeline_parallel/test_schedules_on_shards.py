@@ -9,7 +9,9 @@ from tests.pipeline_parallel.test_sharded_stages import sharded
 from tests.pipeline_parallel.test_tensor import crossed
 
 
-@pytest.mark.parametrize("schedule", ["zbv", pytest.param("interleaved", marks=pytest.mark.full), "zb1p"])
+@pytest.mark.parametrize(
+    "schedule", ["zbv", *(pytest.param(name, marks=pytest.mark.full) for name in ("interleaved", "zb1p"))]
+)
 def test_zero(schedule: str) -> None:
     train_and_assert_parity(sharded("gpt-tied", 2, strategy={"pipeline": schedule, "microbatches": 4}, clip=0.1))
 

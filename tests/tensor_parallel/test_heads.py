@@ -75,7 +75,7 @@ CASES = {
 }
 
 
-ALWAYS = ("8-on-2-counted-tp4", "4-on-1-inferred-tp2", "6-on-6-counted-tp4")
+ALWAYS = ("4-on-1-inferred-tp2", "6-on-6-counted-tp4")
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ def observe(manual: bool, strategy: Any, world_size: int) -> list[dict[str, Any]
     return module.observation if isinstance(module, Manual) else read.observation
 
 
-@pytest.mark.parametrize("manual", [False, True], ids=["hook", "manual"])
-@pytest.mark.parametrize("zero_stage", [None, 3], ids=["tp2", "zero3-tp2"])
+@pytest.mark.parametrize(
+    ("zero_stage", "manual"), [(None, False), (None, True), (3, False), pytest.param(3, True, marks=pytest.mark.full)]
+)
 def test_the_value_read_is_that_of_the_whole_tensor(zero_stage: int | None, manual: bool) -> None:
     strategy, world_size = {"tensor_parallel_size": 2}, 2
     if zero_stage is not None:

@@ -46,7 +46,7 @@ LAYOUTS = {
 }
 
 
-ALWAYS = ("tp2", "tp4", "zero3-tp2")
+ALWAYS = ("tp2", "zero3-tp2")
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["chunks", "multihead"])
+@pytest.mark.parametrize("kind", ["multihead", pytest.param("chunks", marks=pytest.mark.full)])
 def test_whole_checkpoint_is_that_of_one_process_and_other_sizes_go_on(
     kind: str, saved: int, loaded: int, tmp_path: Path
 ) -> None:

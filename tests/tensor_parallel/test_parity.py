@@ -29,9 +29,10 @@ def train_and_compare(
     )
 
 
-# Trained in two parts or four by other tests here as well; the others differ from those in the form of attention alone.
+# Trained in two parts or four by other tests here as well; the others differ from those, or from
+# models that are tried here, in the form of attention or of norms alone.
 ELSEWHERE = {"gpt-tied", "llama", "bert", "vit-batchnorm", "six-heads", "llama-kv1-sdpa"}
-ONE_FORM = {"llama-kv4-sdpa", "llama-kv1-eager"}
+ONE_FORM = {"llama-kv4-sdpa", "llama-kv1-eager", "llama-style", "gpt-untied", "opt", "olmo2"}
 
 
 @pytest.mark.parametrize(

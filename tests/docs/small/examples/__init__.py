@@ -1,4 +1,4 @@
-"""The examples on a tenth of the text at a time, for documents, which show what is written and not how fast it is.
+"""The examples on little text, for documents, which show what is written and not how fast it is.
 
 The modules are those of the repository; only what is read and given to a step by default is less.
 """
@@ -9,4 +9,4 @@ __path__ = [str(Path(__file__).parents[4] / "examples")]
 
 from examples.stdlib_text import StdlibText
 
-StdlibText.__init__.__defaults__ = (32, 4, 400_000, 0.02)
+StdlibText.__init__.__defaults__ = (32, 4, 60_000, 0.02)
