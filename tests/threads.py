@@ -9,4 +9,8 @@ from __future__ import annotations
 import os
 
 THREADS = int(os.environ.get("TEST_THREADS") or 1)
-ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(THREADS))
+# Ranks share cores, so threads that have nothing to do must sleep; OpenMP lets them spin.
+ENVIRONMENT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(THREADS)),
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
