@@ -126,7 +126,7 @@ class SequentialRunner:
             result = self._forward(piece, args)
         self._begun = _Begun(piece, result, held)
         if self._any(randomness.has_moved(drawn)):
-            self._forget()
+            self.forget()
             randomness.set(drawn)
             return None
         return StepResult(None if result.loss is None else result.loss.detach(), None, result.logged)
@@ -137,7 +137,7 @@ class SequentialRunner:
         result, self._begun = self._begun.result, None
         return result
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Drop what was begun, as if it had not run."""
         if self._begun is not None:
             self._begun.held.put_back()
@@ -146,7 +146,6 @@ class SequentialRunner:
 
     def compare(self, pieces: Sequence[Piece], args: Sequence[Any]) -> list[StepResult]:
         """Forward of each piece without gradients and dropout, with the same random numbers for all rows."""
-        self._forget()
         results = []
         with torch.no_grad(), SameForAllRows() as draws, self._precision.train_step_context():
             for piece in pieces:

@@ -262,6 +262,8 @@ class MicrobatchedStep:
         return [known[id(piece)] for piece in pieces]
 
     def _compare_now(self, pieces: Sequence[Piece]) -> list[StepResult]:
+        if isinstance(self._runner, SequentialRunner):
+            self._runner.forget()  # before it is noted what the comparison puts back
         with restored(self._module), self._compared_precision():
             return self._runner.compare(pieces, self._args)
 
